@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from io import StringIO
 from typing import Any, Literal, TypedDict, TypeVar
 
 import psutil
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lockstep._lightning import (
@@ -26,7 +22,7 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep._settings import Faults, debug, is_number, is_whole, settings_of
 from lightning_lockstep._system import usable_cores
-from lightning_lockstep._text import ranges, say, size_in_words
+from lightning_lockstep._text import plain_table, ranges, say, size_in_words
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.ddp_reducer import HOOKS
 from lightning_lockstep.launchers.rank_supervisor import SupervisorSettings
@@ -281,19 +277,13 @@ def placement_of(communicator: Communicator, device: torch.device, threads: int)
 
 
 def _table(placements: Sequence[RankPlacement]) -> str:
-    table = Table(title=f"{len(placements)} ranks", title_justify="left")
-    for heading in ("rank", "host", "device", "memory", "threads", "cores"):
-        table.add_column(heading, justify="right" if heading in ("rank", "memory", "threads") else "left")
+    rows = []
     for place in placements:
         device = place.device if place.capability == (0, 0) else f"{place.device} {place.device_name}"
         memory = size_in_words(place.memory or None)
-        table.add_row(str(place.rank), place.host, device, memory, str(place.threads), ranges(place.cores))
-    terminal = sys.stderr is not None and sys.stderr.isatty()
-    text = StringIO()
-    width = None if terminal else 100
-    # Plain text in a notebook too, because a rank that is a fork of its kernel cannot send it anything else.
-    Console(file=text, force_terminal=terminal, force_jupyter=False, width=width).print(table)
-    return text.getvalue()
+        rows.append((place.rank, place.host, device, memory, place.threads, ranges(place.cores)))
+    headings = ("rank", "host", "device", "memory", "threads", "cores")
+    return f"{len(placements)} ranks\n{plain_table(headings, rows)}"
 
 
 def mixed_gpus_warning(placements: Sequence[RankPlacement]) -> str | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from lightning_lockstep._trainer import asks_for_training_loader, limited_batches, ranks_at_start
 from lightning_lockstep.loaders.global_order import asked_sampler, bounds, kind_of, micro_batches, parts_of
+from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.strategies.can_outlive import check_loader
 
 
@@ -18,7 +20,7 @@ class GlobalBatch:
 
     def __init__(self, strategy: Any) -> None:
         self.strategy, self.trainer = strategy, None  # type: Any, Any
-        self._given: dict[str, Any] = {}  # settings of the Trainer that are changed
+        self._changed = ExitStack()  # settings of the Trainer
 
     def process(self, process: Callable[[Any], Any], loader: Any) -> Any:
         """Give this rank its part of a loader. Ranks: all; see ``process_dataloader`` of the strategy."""
@@ -49,12 +51,8 @@ class GlobalBatch:
         return part
 
     def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            self._given.setdefault(name, getattr(self.trainer, name))
-            setattr(self.trainer, name, value)
+        self._changed.enter_context(replaced(self.trainer, **values))
 
     def put_back(self) -> None:
         """Give the Trainer its own settings back."""
-        for name, value in self._given.items():
-            setattr(self.trainer, name, value)
-        self._given = {}
+        self._changed.close()
