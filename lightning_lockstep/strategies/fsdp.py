@@ -198,6 +198,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         self.setup_precision_plugin()
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # torch cannot train parameters that it first gathered in it
+        self.draw_apart(trainer)
 
     def _divide(self, module: LightningModule, precision: str) -> None:
         settings, compute = self.settings, _COMPUTES.get(precision)

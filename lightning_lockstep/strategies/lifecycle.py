@@ -116,6 +116,10 @@ class RankLifecycle(CountedSteps):
     def setup(self, trainer: Any) -> None:
         """Set the run up; in a fit, random numbers follow seed and rank from here on. Ranks: all, together."""
         super().setup(trainer)
+        self.draw_apart(trainer)
+
+    def draw_apart(self, trainer: Any) -> None:
+        """Let the random numbers of a fit follow seed and rank. Ranks: each, alone."""
         if trainer.state.fn == "fit" and self.global_rank:
             # All ranks have drawn alike so far; rank 0 goes on as one process does.
             seed_generators(int(torch.randint(2**31, ())) + self.global_rank)

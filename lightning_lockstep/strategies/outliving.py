@@ -52,6 +52,7 @@ from lightning_lockstep._text import counted, ranks_in_words
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.failure.members import Membership
 from lightning_lockstep.distributed.failure.record import place_in_words
+from lightning_lockstep.distributed.process_group import broadcast_tensors
 from lightning_lockstep.launchers.environments import SlurmNodeEnvironment, SlurmStepEnvironment
 from lightning_lockstep.launchers.outliving import OutlivingLauncher
 from lightning_lockstep.loaders.weights import StepWeights
@@ -471,7 +472,7 @@ def _given_by(source: int, state: Any) -> Any:
         shapes = communicator.broadcast(None, source)
         state = pytree.tree_map_only(Tensor, lambda one: torch.empty_like(one, device="cpu"), shapes)
     tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
-    communicator.broadcast_tensors(tensors, source)
+    broadcast_tensors(tensors, source=source)
     return state
 
 
