@@ -131,7 +131,7 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
 
         Ranks: all, together.
         """
-        if self.settings.supervisor.guard == "verify":
+        if self.settings.guard == "verify":
             verify_parameters(self.model, current_communicator().gather)  # type: ignore[arg-type] # not wrapped yet
         super().configure_ddp()
         for weight in sparse_weights(self.model):  # type: ignore[arg-type] # wrapped just now

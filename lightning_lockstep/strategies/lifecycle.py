@@ -45,7 +45,7 @@ class RankLifecycle(CountedSteps):
         self, startup: RankStartup, *, cluster_environment: ClusterEnvironment | None = None, **options: Any
     ) -> None:
         # The subclass has set ``settings``.
-        self.startup, self.supervisor = startup, RankSupervisor(self.settings.supervisor)
+        self.startup, self.supervisor = startup, RankSupervisor(self.settings)
         super().__init__(cluster_environment=cluster_environment, **options)
         if cluster_environment is None:
             # Lightning uses an environment among the plugins only if the strategy has none, and without a plugin it

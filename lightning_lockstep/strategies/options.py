@@ -20,7 +20,7 @@ from lightning_lockstep._lightning import (
     DDPStrategy,
     Precision,
 )
-from lightning_lockstep._settings import Faults, debug, is_number, is_whole, settings_of
+from lightning_lockstep._settings import Faults, is_number, is_whole, settings_of
 from lightning_lockstep._system import usable_cores
 from lightning_lockstep._text import plain_table, ranges, say, size_in_words
 from lightning_lockstep.distributed import Communicator
@@ -48,12 +48,6 @@ class LifecycleSettings(SupervisorSettings):
         seconds = self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
         usable = is_number(seconds) and seconds > 0
         faults.check(usable, "timeout", self.timeout, "seconds, more than 0, such as 1800")
-
-    @property
-    def supervisor(self) -> SupervisorSettings:
-        """The settings of the rank supervisor; ``LOCKSTEP_DEBUG=1`` turns ``watch`` into ``verify``."""
-        guard = "verify" if self.guard == "watch" and debug() else self.guard
-        return settings_of(SupervisorSettings, {**vars(self), "guard": guard})
 
     @property
     def duration(self) -> timedelta:
