@@ -25,7 +25,7 @@ from lightning_lockstep._lightning import (
 from lightning_lockstep._text import counted
 from lightning_lockstep._trainer import given_to_trainer, weights_only_of_run
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.checkpoint_folder import saved_at
+from lightning_lockstep.distributed.checkpoint_folder import saved_at, whole_folder
 from lightning_lockstep.distributed.guard.verify import verify_parameters
 from lightning_lockstep.distributed.process_group import broadcast_tensors
 from lightning_lockstep.distributed.sharded_state import (
@@ -324,7 +324,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
             return
         target = self.broadcast(str(filepath)).removeprefix("file://")
         refuse_address(target)
-        with self.whole_folder(target) as draft:
+        with whole_folder(self, target, current_communicator().gather) as draft:
             save_parts(checkpoint, Path(draft), is_main=self.is_global_zero)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -7,7 +7,6 @@ here run around Lightning's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from lightning_lockstep._lightning import ClusterEnvironment, Precision, rank_ze
 from lightning_lockstep._registry import public
 from lightning_lockstep._settings import launcher_pid
 from lightning_lockstep._trainer import given_to_trainer
-from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.checkpoint_folder import whole_folder
 from lightning_lockstep.distributed.failure.members import current_membership
 from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.distributed.guard.rank_state import size_flight_recorder
@@ -191,18 +188,3 @@ class RankLifecycle(CountedSteps):
         self.forget_loaders()
         super().teardown()
         self.supervisor.leave_if_raised()
-
-    # -- checkpoints -----------------------------------------------------------------------------------
-
-    def whole_folder(self, target: str, *, on_each_node: bool = False) -> AbstractContextManager[str]:
-        """Give a folder to write into, which becomes the checkpoint once all have written. Ranks: all, together."""
-        return whole_folder(
-            target,
-            makes_folder=self.global_rank == 0 or (on_each_node and self.local_rank == 0),
-            meet=self._meet,
-            gather=current_communicator().gather,
-        )
-
-    def _meet(self) -> None:
-        self.barrier()
-        self.check_failure()  # a barrier does not wait once a rank has failed
