@@ -79,8 +79,8 @@ def rendezvous_store(
     rank: int,
     world_size: int,
     *,
-    address: str,
-    port: int,
+    address: str | None = None,
+    port: int | None = None,
     timeout: float = 300.0,
     name: str | None = None,
 ) -> Store:
@@ -88,6 +88,14 @@ def rendezvous_store(
     # There is one for each address, made when first asked for. Rank 0 hosts it, except under torchrun, whose agent
     # does; all others wait up to `timeout` [s] for it to answer. `name`: what the ranks of this job have in common, and
     # no other job.
+    address = address or os.environ.get("MASTER_ADDR")
+    port = port or int(os.environ.get("MASTER_PORT", 0))
+    if not address or not port:
+        raise LaunchError(
+            f"Rank {rank} of {world_size} does not know where the ranks meet: MASTER_ADDR is {address!r} and"
+            f" MASTER_PORT is {port or None!r}. The program that starts the ranks must set both to the host of"
+            " rank 0 and to a free port on it."
+        )
     if (address, port) not in _stores:
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         listens_at = listening_address(address) if rank == 0 and not by_agent else None
