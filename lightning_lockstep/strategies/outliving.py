@@ -58,8 +58,7 @@ from lightning_lockstep.launchers.outliving import OutlivingLauncher
 from lightning_lockstep.loaders.weights import StepWeights
 from lightning_lockstep.steps.patching import do_nothing, put_in_place
 from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, RandomState
-from lightning_lockstep.strategies.can_outlive import check_fit, check_optimizers, check_start
-from lightning_lockstep.strategies.same_batch import GlobalBatch
+from lightning_lockstep.strategies.can_outlive import GlobalBatch, check_fit, check_optimizers, check_start
 from lightning_lockstep.strategies.startup import RankStartup
 
 #: In place of the path of a checkpoint.
