@@ -57,8 +57,11 @@ def job_token() -> str | None:
 
 def launcher_pid() -> int | None:
     """Return the process id of the rank that started this one, or ``None`` if nobody of ours did."""
-    given = os.environ.get(LAUNCHER_PID)
-    return int(given) if given else None
+    import psutil
+
+    pid = int(os.environ.get(LAUNCHER_PID) or 0)
+    # Of a process that still runs and is not the parent, the variable is left over from another job.
+    return pid if pid and (pid == os.getppid() or not psutil.pid_exists(pid)) else None
 
 
 def restore_variables(before: Mapping[str, str | None]) -> None:

@@ -90,7 +90,7 @@ def exit_in_words(returncode: int) -> str:  # of Popen: negative for a signal
     return f"killed by signal {-returncode}"
 
 
-# -- Tables inside the text of errors --
+# -- Tables inside the text of messages --
 
 
 def plain_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -102,7 +102,8 @@ def plain_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> st
     table = Table(*headings, box=None, padding=(0, 0, 0, 2), pad_edge=True, header_style="")
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
-    console = Console(file=io.StringIO(), width=10_000, color_system=None)
+    # Text in a notebook too: a rank that is a fork of its kernel cannot send it anything else.
+    console = Console(file=io.StringIO(), width=10_000, color_system=None, force_jupyter=False)
     console.print(table)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
 

@@ -24,9 +24,8 @@ from lightning_lockstep._lightning import Callback, WandbLogger, rank_zero_only
 from lightning_lockstep._run_folder import RunFolder
 from lightning_lockstep._system import write_report
 from lightning_lockstep._text import counted
-from lightning_lockstep.distributed.failure.exit_notes import keep_failure
 from lightning_lockstep.distributed.failure.process_exit import ending_of, set_ending
-from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error
+from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error, keep_failure
 from lightning_lockstep.errors import ConfigurationError, RankFailedError
 from lightning_lockstep.steps.patching import put_in_place
 

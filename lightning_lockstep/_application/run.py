@@ -45,7 +45,7 @@ from lightning_lockstep._registry import register_strategies
 from lightning_lockstep._run_folder import RunFolder
 from lightning_lockstep._text import say
 from lightning_lockstep._trainer import asks_for_training_loader, weights_as_they_are
-from lightning_lockstep.distributed.failure.exit_notes import remove_earlier_report
+from lightning_lockstep.distributed.failure.record import remove_earlier_report
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.mpirun import MPIRunLauncher
 from lightning_lockstep.launchers.rank_supervisor import ran_elsewhere

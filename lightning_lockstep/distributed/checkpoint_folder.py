@@ -29,24 +29,25 @@ def saved_at(path: _Path, *, says: bool = True) -> _Path:
 
 @contextmanager
 def whole_folder(
+    strategy: Any,
     target: str,  # an address such as s3://... is written to directly
-    *,
-    makes_folder: bool,  # rank 0, and the first rank of each node if the nodes write to disks of their own
-    meet: Callable[[], object],  # a barrier of all ranks
     gather: Callable[[Any], Sequence[Any]],  # the values of all ranks, on all
+    *,
+    on_each_node: bool = False,  # the nodes write to disks of their own
 ) -> Iterator[str]:
-    """Give the name of a folder to write into, which takes the place of ``target`` once all ranks have written."""
+    """Give a folder to write into, which takes the place of ``target`` once all have written. Ranks: all, together."""
     # A run that is killed meanwhile leaves the folder that was there before. A node that cannot write there raises an
     # OSError on all ranks.
     if "://" in target:
         yield target
         return
     draft = Path(f"{target}.writing")
+    makes_folder = strategy.global_rank == 0 or (on_each_node and strategy.local_rank == 0)
     faults = list(filter(None, gather(_made_anew(draft) if makes_folder else "")))
     if faults:
         raise OSError("; ".join(dict.fromkeys(faults)))
     yield str(draft)
-    meet()
+    _meet(strategy)
     if makes_folder:
         before = Path(f"{target}{BEFORE}")
         if Path(target).exists():  # else BEFORE is whole, if it is there
@@ -54,7 +55,12 @@ def whole_folder(
             Path(target).rename(before)
         draft.rename(target)
         _remove(before)
-    meet()
+    _meet(strategy)
+
+
+def _meet(strategy: Any) -> None:
+    strategy.barrier()
+    strategy.check_failure()  # a barrier does not wait once a rank has failed
 
 
 def _made_anew(draft: Path) -> str:

@@ -36,7 +36,7 @@ def listening_address(name: str) -> str:
     """Return the address at which this host has to listen so that ranks find it by ``name`` itself."""
     found = addresses_of(name)
     if on_one_host() or name in _THIS_HOST:
-        return next((address for address in found if _is_own(address)), ANY)
+        return next((address for address in found if is_own(address)), ANY)
     reachable = _reachable(found)
     return reachable[0] if len(reachable) == 1 == len(found) else ANY  # others may take another address
 
@@ -59,7 +59,7 @@ def on_one_host() -> bool:
 
 def _reachable(addresses: list[str]) -> list[str]:
     """Return those of this host's addresses that another host could use, those of IPv4 first."""
-    own = [address for address in addresses if address not in _LOOPBACK and _is_own(address)]
+    own = [address for address in addresses if address not in _LOOPBACK and is_own(address)]
     return sorted(own, key=lambda address: ":" in address)
 
 
@@ -73,14 +73,27 @@ def address_towards(host: str) -> str:
     return "127.0.0.1"
 
 
-def addresses_here() -> list[str]:
-    """Return the addresses of all interfaces of this host that are up, loopback included."""
+def interface_towards(host: str) -> str:
+    """Return the interface from which this host reaches ``host``; empty if there is no route."""
+    own = address_towards(host)
+    return next((name for name, addresses in interfaces().items() if own in addresses), "")
+
+
+def interfaces() -> dict[str, list[str]]:
+    """Return the addresses of each interface of this host that is up, loopback included."""
     import psutil
 
-    families = (socket.AF_INET, socket.AF_INET6)
-    up = [name for name, status in psutil.net_if_stats().items() if status.isup]
-    listed = (address for name in up for address in psutil.net_if_addrs().get(name, ()))
-    return [address.address.partition("%")[0] for address in listed if address.family in families]
+    families, up = (socket.AF_INET, socket.AF_INET6), psutil.net_if_stats()
+    found = {
+        name: [one.address.partition("%")[0] for one in addresses if one.family in families]
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in up and up[name].isup
+    }
+    return {name: addresses for name, addresses in found.items() if addresses}
+
+
+def addresses_here() -> list[str]:
+    return [address for addresses in interfaces().values() for address in addresses]
 
 
 def addresses_of(name: str) -> list[str]:
@@ -93,7 +106,8 @@ def addresses_of(name: str) -> list[str]:
     return []
 
 
-def _is_own(address: str) -> bool:
+def is_own(address: str) -> bool:
+    """Return whether this process can listen at an address, all of loopback included."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with suppress(OSError), socket.socket(family) as probe:
         probe.bind((address, 0))

@@ -39,12 +39,16 @@ from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any, TypeVar
 
-import psutil
-
 import lightning_lockstep
 from lightning_lockstep._system import memory_file, text_of
 from lightning_lockstep._text import exit_in_words, first_line
-from lightning_lockstep.distributed.rendezvous import address_towards, addresses_of, signed, verified
+from lightning_lockstep.distributed.rendezvous import (
+    addresses_of,
+    interface_towards,
+    interfaces,
+    signed,
+    verified,
+)
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.probes import network_rank
 from lightning_lockstep.errors import LaunchError
@@ -251,7 +255,7 @@ def join() -> Ranks | None:
         why = re.findall(r"errno: \d+ - ([^)]+)", str(error))
         raise LaunchError(
             f"rank {rank} on {here} does not reach rank 0 at {at}, from interface"
-            f" {_interface_towards(address) or 'none'}: {why[-1] if why else first_line(error)}"
+            f" {interface_towards(address) or 'none'}: {why[-1] if why else first_line(error)}"
         ) from error
 
 
@@ -300,22 +304,6 @@ def host_facts() -> Answer:
     }
 
 
-def interfaces() -> dict[str, list[str]]:
-    status, families = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
-    found = {
-        name: [one.address.partition("%")[0] for one in addresses if one.family in families]
-        for name, addresses in psutil.net_if_addrs().items()
-        if name in status and status[name].isup
-    }
-    return {name: own for name, own in found.items() if own}
-
-
-def _interface_towards(host: str) -> str:
-    """Return the interface from which this host reaches another one; empty if there is no route."""
-    own = address_towards(host)
-    return next((name for name, found in interfaces().items() if own in found), "")
-
-
 def reach_others(hosts: Mapping[str, Answer], rank: int) -> Answer:
     """Connect from the first rank of a host to the others."""
     if rank not in [host["rank"] for host in hosts.values()]:
@@ -334,7 +322,7 @@ def _reach(host: Answer) -> Answer:
             return {"address": address}
         except OSError as error:  # noqa: PERF203 - the next address may do
             what = f"no answer within {_REACH:.0f} s" if isinstance(error, TimeoutError) else str(error)
-            own = _interface_towards(address) or "none"
+            own = interface_towards(address) or "none"
             tried.append(f"{address}:{host['port']} from interface {own}: {what}")
     return {"tried": tried or ["it has no address but loopback"]}
 

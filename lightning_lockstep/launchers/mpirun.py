@@ -19,8 +19,8 @@ from lightning_lockstep._lightning import _SubprocessScriptLauncher
 from lightning_lockstep._registry import public
 from lightning_lockstep._settings import NOTES_FOLDER
 from lightning_lockstep._text import say
-from lightning_lockstep.distributed.failure.exit_notes import has_orderly_end
 from lightning_lockstep.distributed.failure.process_exit import end_now, flush_everything
+from lightning_lockstep.distributed.failure.record import has_orderly_end
 from lightning_lockstep.distributed.rendezvous import token_for_children
 from lightning_lockstep.launchers.environments import LockstepEnvironment
 from lightning_lockstep.launchers.mpirun_command import (

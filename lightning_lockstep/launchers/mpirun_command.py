@@ -11,12 +11,11 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 
 from lightning_lockstep._system import NOT_EXECUTABLE, NOT_FOUND, OUT_OF_TIME, run_program
 from lightning_lockstep._text import plain_table
-from lightning_lockstep.distributed.rendezvous import addresses_here, addresses_of
+from lightning_lockstep.distributed.rendezvous import addresses_of, is_own
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 
 _VERSION = 20  # how long mpirun may take to say what it is [s]
@@ -175,8 +174,7 @@ def is_this_host(name: str) -> bool:
     own = socket.gethostname()
     if name in ("localhost", own, own.partition(".")[0]):
         return True
-    here = addresses_here()
-    return any(address in here or ip_address(address).is_loopback for address in addresses_of(name))
+    return any(map(is_own, addresses_of(name)))
 
 
 def ssh_faults(hosts: Sequence[str], ssh_args: Sequence[str]) -> list[str]:

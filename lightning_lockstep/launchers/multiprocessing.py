@@ -38,12 +38,6 @@ from lightning_lockstep._lightning import (
     move_data_to_device,
 )
 from lightning_lockstep.distributed import shut_down
-from lightning_lockstep.distributed.failure.exit_notes import (
-    failure_note,
-    first_failure,
-    keep_failure,
-    note_failure,
-)
 from lightning_lockstep.distributed.failure.process_exit import (
     Ending,
     drop_what_nobody_reads,
@@ -52,7 +46,14 @@ from lightning_lockstep.distributed.failure.process_exit import (
     outcome,
     set_ending,
 )
-from lightning_lockstep.distributed.failure.record import describe_error, describe_exit
+from lightning_lockstep.distributed.failure.record import (
+    describe_error,
+    describe_exit,
+    failure_note,
+    first_failure,
+    keep_failure,
+    note_failure,
+)
 from lightning_lockstep.distributed.process_group import forget_rendezvous, process_group_exists
 from lightning_lockstep.distributed.rendezvous import token_for_children
 from lightning_lockstep.errors import LaunchError, Preempted, RankFailedError

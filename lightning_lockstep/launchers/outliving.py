@@ -31,7 +31,6 @@ from typing import Any
 from lightning_lockstep._lightning import _TunerExitException
 from lightning_lockstep._settings import MEMBER
 from lightning_lockstep._text import counted, say
-from lightning_lockstep.distributed.failure.exit_notes import keep_failure
 from lightning_lockstep.distributed.failure.members import HostedMembers, Membership, current_membership
 from lightning_lockstep.distributed.failure.process_exit import (
     Ending,
@@ -40,7 +39,7 @@ from lightning_lockstep.distributed.failure.process_exit import (
     outcome,
     set_ending,
 )
-from lightning_lockstep.distributed.failure.record import FailureRecord, describe_exit
+from lightning_lockstep.distributed.failure.record import FailureRecord, describe_exit, keep_failure
 from lightning_lockstep.distributed.process_group import (
     RankGroup,
     forget_rendezvous,

@@ -26,15 +26,17 @@ from lightning_lockstep._settings import Faults, is_whole, settings_of
 from lightning_lockstep._system import usable_cores
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator, shut_down
-from lightning_lockstep.distributed.failure.exit_notes import (
-    keep_failure,
-    remove_earlier_report,
-)
 from lightning_lockstep.distributed.failure.process_exit import Ending, outcome, set_ending
 from lightning_lockstep.distributed.failure.propagation import propagation_on
-from lightning_lockstep.distributed.failure.record import describe_error, place_in_words, tell_place_by
+from lightning_lockstep.distributed.failure.record import (
+    describe_error,
+    keep_failure,
+    place_in_words,
+    remove_earlier_report,
+    tell_place_by,
+)
 from lightning_lockstep.distributed.guard.collective_call import tell_batch_by
-from lightning_lockstep.distributed.guard.guard import CollectiveGuard, GuardSettings, guard_on
+from lightning_lockstep.distributed.guard.guard import GuardSettings, guard_on
 from lightning_lockstep.distributed.process_group import current_group
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open
@@ -124,7 +126,6 @@ class RankSupervisor:
     def __init__(self, settings: SupervisorSettings) -> None:
         self.settings = settings
         self.propagation: FailurePropagation | None = None  # None until the ranks have met
-        self.guard: CollectiveGuard | None = None  # None until the ranks have met, or if it is off
         self.in_batches = True  # False: the ranks that have met come from different batches
         self._trainer: Callable[[], Any] = NoneType  # which returns None, and can be pickled
         job = current_job()  # a spawned rank, which gets this object, is in none
@@ -167,7 +168,7 @@ class RankSupervisor:
             propagation.prints_report = prints_report  # of another rank's failure
             of_ranks = communicator.gather((settings.guard, socket.gethostname(), os.getpid()))
             guards = [guard for guard, *_ in of_ranks]
-            self.guard = guard_on(communicator.side_channel, propagation, settings, of_ranks=guards)
+            guard_on(communicator.side_channel, propagation, settings, of_ranks=guards)
             if not propagation.store_port:
                 processes = [(host, pid) for _, host, pid in of_ranks]
                 propagation.have_met(processes, int(os.environ.get("MASTER_PORT") or 0))
@@ -208,17 +209,14 @@ class RankSupervisor:
     def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function`` as an attempt of all ranks."""
         self._rejoin()
-        try:
-            answer = function(*args, **kwargs)
-        except _TunerExitException:
-            self._leave()
-            raise
+        answer = function(*args, **kwargs)
         self._leave()
         return answer
 
     def raise_for(self, error: BaseException) -> NoReturn:
         """Inform the other ranks of an error and raise it, or raise that of the rank that failed first."""
         if isinstance(error, _TunerExitException):
+            self._leave()
             raise error  # no failure: all ranks leave a run that was only to find something, and Lightning goes on
         raised = self._error_to_raise(error)
         if raised is error:
@@ -239,7 +237,7 @@ class RankSupervisor:
     def forget_group(self) -> None:
         """Leave a group that is broken, without waiting for a rank of it."""
         self._leave()  # what counts down to the end of its last attempt ends no rank
-        self.propagation = self.guard = None
+        self.propagation = None
         shut_down(0.0, destroy_process_group=True)
 
     def leave_if_raised(self) -> None:
@@ -286,7 +284,7 @@ class RankSupervisor:
             raise SIGTERMException(128 + signal.SIGTERM)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "propagation": None, "guard": None, "_trainer": NoneType}
+        return {**self.__dict__, "propagation": None, "_trainer": NoneType}
 
     def _told_to_end(self, signum: int, _: Any) -> None:
         trainer = self._trainer()

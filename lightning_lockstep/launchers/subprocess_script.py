@@ -13,14 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from lightning_lockstep._lightning import _basic_subprocess_cmd, _SubprocessScriptLauncher
 from lightning_lockstep._settings import LAUNCHER_PID, launcher_pid
 from lightning_lockstep.distributed import FailurePropagation, shut_down
-from lightning_lockstep.distributed.failure.exit_notes import keep_failure
 from lightning_lockstep.distributed.failure.process_exit import end_now, outcome
-from lightning_lockstep.distributed.failure.record import describe_exit
+from lightning_lockstep.distributed.failure.record import describe_exit, keep_failure
 from lightning_lockstep.distributed.process_group import (
     RankGroup,
     current_group,
@@ -137,11 +134,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         global _works_for
         check_ranks(self._supervisor, self)
         parent = launcher_pid()
-        # Of a process that still runs and is not the parent, the variable is left over from another job.
-        is_child = parent and (parent == os.getppid() or not psutil.pid_exists(parent))
         if not self.cluster_environment.creates_processes_externally:
             self._start_ranks()
-        elif is_child and _works_for is None:
+        elif parent is not None and _works_for is None:
             end_with_parent(lambda: os.getppid() == parent, unless=_reports_lost_parent)
         _works_for = self._supervisor
         self._supervisor.attach(trainer)

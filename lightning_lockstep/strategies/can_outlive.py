@@ -1,8 +1,9 @@
-"""With what a run cannot outlive a rank, why, and what to use: refused before any rank starts, where that is known."""
+"""With what a run cannot outlive a rank, refused before any rank starts if it is known; the global batch afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, Literal
 
 from lightning_lockstep._lightning import (
@@ -13,9 +14,15 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep._registry import public
 from lightning_lockstep._settings import Faults
-from lightning_lockstep._trainer import given_to_trainer
+from lightning_lockstep._trainer import (
+    asks_for_training_loader,
+    given_to_trainer,
+    limited_batches,
+    ranks_at_start,
+)
 from lightning_lockstep.launchers.environments import LockstepEnvironment, MPIEnvironment
-from lightning_lockstep.loaders.global_order import kind_of
+from lightning_lockstep.loaders.global_order import asked_sampler, bounds, kind_of, micro_batches, parts_of
+from lightning_lockstep.steps.patching import replaced
 
 _STARTERS = {
     TorchElasticEnvironment: "torchrun",
@@ -92,3 +99,52 @@ def check_optimizers(optimizers: Iterable[Any]) -> None:
 def check_loader(loader: Any) -> None:
     """Raise, on all ranks, if a training loader is not divided here. Ranks: all."""
     _refuse(loader=kind_of(loader) is None and f"a {type(loader).__name__} that is not divided here")
+
+
+# -- The global batch of a run stays that of its start when ranks are lost: who is left makes more micro-batches --
+
+
+class GlobalBatch:
+    """Divides the global batch of the start among the ranks that are left."""
+
+    # In more micro-batches rather than in larger ones, so that memory does not grow. If batch norm follows the
+    # micro-batch, that stays as it was.
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy, self.trainer = strategy, None  # type: Any, Any
+        self._changed = ExitStack()  # settings of the Trainer
+
+    def process(self, process: Callable[[Any], Any], loader: Any) -> Any:
+        """Give this rank its part of a loader. Ranks: all; see ``process_dataloader`` of the strategy."""
+        if not asks_for_training_loader(self.trainer):
+            return process(loader)
+        check_loader(loader)
+        strategy, accumulated = self.strategy, self.trainer.accumulate_grad_batches
+        started, ranks = ranks_at_start(self.trainer), strategy.world_size
+        if ranks == started:
+            return process(loader)
+        unit = asked_sampler(loader.batch_sampler).batch_size if kind_of(loader) == "samples" else 1
+        strategy.micro_batches = sizes = strategy.micro_batches or (unit * started,)
+        if strategy.settings.batch_norm != "of_rank":
+            return process(loader)
+        largest, total = -(-max(sizes) // started), sum(sizes) * accumulated // len(sizes)
+        strategy.micro_batches = micro_batches(total, -(-total // (ranks * largest)))
+        self._set(accumulate_grad_batches=len(strategy.micro_batches))
+        part = process(loader)
+        parts, every = parts_of(part), self.trainer.val_check_interval
+        # An epoch ends, and validations come, after as many samples as at the start.
+        at_start, count = len(bounds(parts.position(len(parts)), sizes)) - 1, len(strategy.micro_batches)
+        limited = limited_batches(self.trainer, at_start)
+        if limited < at_start:
+            self._set(limit_train_batches=int(limited * count // accumulated))
+        if isinstance(every, (int, float)):  # else it is by the clock
+            number = every if isinstance(every, int) else max(1, int(limited * every))
+            self._set(val_check_interval=1.0 if number >= limited else int(number * count // accumulated))
+        return part
+
+    def _set(self, **values: Any) -> None:
+        self._changed.enter_context(replaced(self.trainer, **values))
+
+    def put_back(self) -> None:
+        """Give the Trainer its own settings back."""
+        self._changed.close()

@@ -16,7 +16,7 @@ from lightning_lockstep.distributed.ddp_reducer import compression_hook, sparse_
 from lightning_lockstep.distributed.guard.verify import verify_parameters
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import RankLifecycle
-from lightning_lockstep.strategies.options import DDPSettings, OptionsOfDDP, options_of_ddp, taken
+from lightning_lockstep.strategies.options import DDPSettings, OptionsOfDDP, taken
 from lightning_lockstep.strategies.startup import RankStartup
 
 
@@ -105,7 +105,7 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         **options: Unpack[OptionsOfDDP],
     ) -> None:
-        self.settings, handed_on = taken(DDPSettings, type(self), locals(), options_of_ddp())
+        self.settings, handed_on = taken(DDPSettings, OptionsOfDDP, locals())
         self._comm_wrapper = options.get("ddp_comm_wrapper")
         super().__init__(
             self.make_startup(),
@@ -131,7 +131,7 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
 
         Ranks: all, together.
         """
-        if self.settings.supervisor.guard == "verify":
+        if self.settings.guard == "verify":
             verify_parameters(self.model, current_communicator().gather)  # type: ignore[arg-type] # not wrapped yet
         super().configure_ddp()
         for weight in sparse_weights(self.model):  # type: ignore[arg-type] # wrapped just now

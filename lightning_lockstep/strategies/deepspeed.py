@@ -43,7 +43,7 @@ from lightning_lockstep.deepspeed.engine_adapters import EngineAdapter, gradient
 from lightning_lockstep.deepspeed.engine_trials import EngineTrials, without_engine
 from lightning_lockstep.deepspeed.importing import import_deepspeed, load_ops, needed_builders
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.checkpoint_folder import saved_at
+from lightning_lockstep.distributed.checkpoint_folder import saved_at, whole_folder
 from lightning_lockstep.distributed.plain_data import load_without_objects
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import RankLifecycle
@@ -100,8 +100,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         exclude_frozen_parameters: bool = False,
         **options: Unpack[OptionsOfRanks],
     ) -> None:
-        accepted = OptionsOfRanks.__optional_keys__
-        self.settings, handed_on = taken(DeepSpeedSettings, type(self), locals(), accepted)
+        self.settings, handed_on = taken(DeepSpeedSettings, OptionsOfRanks, locals())
         import_deepspeed(device_type_given())  # because DeepSpeed parses the configuration
         given = with_named_options(
             read_config(config),
@@ -259,7 +258,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         exclude, engine = self.exclude_frozen_parameters, self.deepspeed_engine
         local = bool(self._complete_config.get("checkpoint", {}).get("use_node_local_storage", False))
         with (
-            self.whole_folder(target, on_each_node=local) as draft,
+            whole_folder(self, target, current_communicator().gather, on_each_node=local) as draft,
             saving_as(engine, checkpoint, exclude_frozen=exclude) as to_save,
             warnings.catch_warnings(),
         ):

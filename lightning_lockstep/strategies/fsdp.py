@@ -25,7 +25,7 @@ from lightning_lockstep._lightning import (
 from lightning_lockstep._text import counted
 from lightning_lockstep._trainer import given_to_trainer, weights_only_of_run
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.checkpoint_folder import saved_at
+from lightning_lockstep.distributed.checkpoint_folder import saved_at, whole_folder
 from lightning_lockstep.distributed.guard.verify import verify_parameters
 from lightning_lockstep.distributed.process_group import broadcast_tensors
 from lightning_lockstep.distributed.sharded_state import (
@@ -116,8 +116,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         state_dict: Literal["full", "sharded"] = "full",
         **options: Unpack[OptionsOfRanks],
     ) -> None:
-        accepted = OptionsOfRanks.__optional_keys__
-        self.settings, handed_on = taken(FSDPSettings, type(self), locals(), accepted)
+        self.settings, handed_on = taken(FSDPSettings, OptionsOfRanks, locals())
         super().__init__(startup_over(self.settings), **handed_on)
 
     # -- before the ranks start ------------------------------------------------------------------------
@@ -199,6 +198,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         self.setup_precision_plugin()
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # torch cannot train parameters that it first gathered in it
+        self.draw_apart(trainer)
 
     def _divide(self, module: LightningModule, precision: str) -> None:
         settings, compute = self.settings, _COMPUTES.get(precision)
@@ -324,7 +324,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
             return
         target = self.broadcast(str(filepath)).removeprefix("file://")
         refuse_address(target)
-        with self.whole_folder(target) as draft:
+        with whole_folder(self, target, current_communicator().gather) as draft:
             save_parts(checkpoint, Path(draft), is_main=self.is_global_zero)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

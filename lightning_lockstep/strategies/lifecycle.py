@@ -7,7 +7,6 @@ here run around Lightning's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from lightning_lockstep._lightning import ClusterEnvironment, Precision, rank_ze
 from lightning_lockstep._registry import public
 from lightning_lockstep._settings import launcher_pid
 from lightning_lockstep._trainer import given_to_trainer
-from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.checkpoint_folder import whole_folder
 from lightning_lockstep.distributed.failure.members import current_membership
 from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.distributed.guard.rank_state import size_flight_recorder
@@ -45,7 +42,7 @@ class RankLifecycle(CountedSteps):
         self, startup: RankStartup, *, cluster_environment: ClusterEnvironment | None = None, **options: Any
     ) -> None:
         # The subclass has set ``settings``.
-        self.startup, self.supervisor = startup, RankSupervisor(self.settings.supervisor)
+        self.startup, self.supervisor = startup, RankSupervisor(self.settings)
         super().__init__(cluster_environment=cluster_environment, **options)
         if cluster_environment is None:
             # Lightning uses an environment among the plugins only if the strategy has none, and without a plugin it
@@ -116,6 +113,10 @@ class RankLifecycle(CountedSteps):
     def setup(self, trainer: Any) -> None:
         """Set the run up; in a fit, random numbers follow seed and rank from here on. Ranks: all, together."""
         super().setup(trainer)
+        self.draw_apart(trainer)
+
+    def draw_apart(self, trainer: Any) -> None:
+        """Let the random numbers of a fit follow seed and rank. Ranks: each, alone."""
         if trainer.state.fn == "fit" and self.global_rank:
             # All ranks have drawn alike so far; rank 0 goes on as one process does.
             seed_generators(int(torch.randint(2**31, ())) + self.global_rank)
@@ -187,18 +188,3 @@ class RankLifecycle(CountedSteps):
         self.forget_loaders()
         super().teardown()
         self.supervisor.leave_if_raised()
-
-    # -- checkpoints -----------------------------------------------------------------------------------
-
-    def whole_folder(self, target: str, *, on_each_node: bool = False) -> AbstractContextManager[str]:
-        """Give a folder to write into, which becomes the checkpoint once all have written. Ranks: all, together."""
-        return whole_folder(
-            target,
-            makes_folder=self.global_rank == 0 or (on_each_node and self.local_rank == 0),
-            meet=self._meet,
-            gather=current_communicator().gather,
-        )
-
-    def _meet(self) -> None:
-        self.barrier()
-        self.check_failure()  # a barrier does not wait once a rank has failed

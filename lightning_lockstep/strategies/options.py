@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from io import StringIO
 from typing import Any, Literal, TypedDict, TypeVar
 
 import psutil
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lockstep._lightning import (
@@ -24,9 +20,9 @@ from lightning_lockstep._lightning import (
     DDPStrategy,
     Precision,
 )
-from lightning_lockstep._settings import Faults, debug, is_number, is_whole, settings_of
+from lightning_lockstep._settings import Faults, is_number, is_whole, settings_of
 from lightning_lockstep._system import usable_cores
-from lightning_lockstep._text import ranges, say, size_in_words
+from lightning_lockstep._text import plain_table, ranges, say, size_in_words
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.ddp_reducer import HOOKS
 from lightning_lockstep.launchers.rank_supervisor import SupervisorSettings
@@ -52,12 +48,6 @@ class LifecycleSettings(SupervisorSettings):
         seconds = self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
         usable = is_number(seconds) and seconds > 0
         faults.check(usable, "timeout", self.timeout, "seconds, more than 0, such as 1800")
-
-    @property
-    def supervisor(self) -> SupervisorSettings:
-        """The settings of the rank supervisor; ``LOCKSTEP_DEBUG=1`` turns ``watch`` into ``verify``."""
-        guard = "verify" if self.guard == "watch" and debug() else self.guard
-        return settings_of(SupervisorSettings, {**vars(self), "guard": guard})
 
     @property
     def duration(self) -> timedelta:
@@ -209,19 +199,19 @@ class OptionsOfMPI(OptionsOfEach, OptionsOfDDP, total=False):
     gradient_as_bucket_view: bool
 
 
-def options_of_ddp() -> set[str]:
-    """Return those of ``OptionsOfDDP`` that the installed releases of Lightning and torch have."""
-    takers = (DDPStrategy, DistributedDataParallel)
-    names = {name for taker in takers for name in inspect.signature(taker).parameters}
-    return names & OptionsOfDDP.__optional_keys__
-
-
 def taken(
-    settings: type[_Settings], strategy: type, given: Mapping[str, Any], accepted: Collection[str]
+    settings: type[_Settings], accepted: Any, given: Mapping[str, Any]
 ) -> tuple[_Settings, dict[str, Any]]:
     """Return the settings of a strategy, and the options that it hands on; raise for any other."""
-    # `given`: the arguments of its constructor; those that it does not name are in ``options``.
-    options, names = given["options"], {field.name for field in fields(settings)}
+    # `given`: the arguments of its constructor; those that it does not name are in ``options``, which has the keys of
+    # `accepted`.
+    strategy, options = type(given["self"]), given["options"]
+    names = {field.name for field in fields(settings)}
+    taken_by_ddp = (
+        inspect.signature(DDPStrategy).parameters | inspect.signature(DistributedDataParallel).parameters
+    )
+    # The installed releases of Lightning and torch may lack some.
+    known = accepted.__optional_keys__ - (OptionsOfDDP.__optional_keys__ - taken_by_ddp.keys())
     own = {
         name
         for cls in strategy.__mro__
@@ -229,14 +219,14 @@ def taken(
         if parameter.kind is parameter.KEYWORD_ONLY
     }
     faults = Faults()
-    unknown = [name for name in options if name not in accepted]
+    unknown = [name for name in options if name not in known]
     if "on_lost_rank" in unknown:
         unknown.remove("on_lost_rank")
         faults.add(
             f"{strategy.__name__} has no on_lost_rank: expected LockstepDDPStrategy, each of whose ranks has all"
             " weights and the optimizer's state, so that others can go on without it."
         )
-    faults.unknown(unknown, {*accepted, *own}, owner=strategy.__name__)
+    faults.unknown(unknown, {*known, *own}, owner=strategy.__name__)
     faults.raise_all()
     handed_on = {name: value for name, value in options.items() if name not in names}
     return settings_of(settings, {**given, **options}), handed_on
@@ -281,19 +271,13 @@ def placement_of(communicator: Communicator, device: torch.device, threads: int)
 
 
 def _table(placements: Sequence[RankPlacement]) -> str:
-    table = Table(title=f"{len(placements)} ranks", title_justify="left")
-    for heading in ("rank", "host", "device", "memory", "threads", "cores"):
-        table.add_column(heading, justify="right" if heading in ("rank", "memory", "threads") else "left")
+    rows = []
     for place in placements:
         device = place.device if place.capability == (0, 0) else f"{place.device} {place.device_name}"
         memory = size_in_words(place.memory or None)
-        table.add_row(str(place.rank), place.host, device, memory, str(place.threads), ranges(place.cores))
-    terminal = sys.stderr is not None and sys.stderr.isatty()
-    text = StringIO()
-    width = None if terminal else 100
-    # Plain text in a notebook too, because a rank that is a fork of its kernel cannot send it anything else.
-    Console(file=text, force_terminal=terminal, force_jupyter=False, width=width).print(table)
-    return text.getvalue()
+        rows.append((place.rank, place.host, device, memory, place.threads, ranges(place.cores)))
+    headings = ("rank", "host", "device", "memory", "threads", "cores")
+    return f"{len(placements)} ranks\n{plain_table(headings, rows)}"
 
 
 def mixed_gpus_warning(placements: Sequence[RankPlacement]) -> str | None:

@@ -52,13 +52,13 @@ from lightning_lockstep._text import counted, ranks_in_words
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.failure.members import Membership
 from lightning_lockstep.distributed.failure.record import place_in_words
+from lightning_lockstep.distributed.process_group import broadcast_tensors
 from lightning_lockstep.launchers.environments import SlurmNodeEnvironment, SlurmStepEnvironment
 from lightning_lockstep.launchers.outliving import OutlivingLauncher
 from lightning_lockstep.loaders.weights import StepWeights
 from lightning_lockstep.steps.patching import do_nothing, put_in_place
 from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, RandomState
-from lightning_lockstep.strategies.can_outlive import check_fit, check_optimizers, check_start
-from lightning_lockstep.strategies.same_batch import GlobalBatch
+from lightning_lockstep.strategies.can_outlive import GlobalBatch, check_fit, check_optimizers, check_start
 from lightning_lockstep.strategies.startup import RankStartup
 
 #: In place of the path of a checkpoint.
@@ -471,7 +471,7 @@ def _given_by(source: int, state: Any) -> Any:
         shapes = communicator.broadcast(None, source)
         state = pytree.tree_map_only(Tensor, lambda one: torch.empty_like(one, device="cpu"), shapes)
     tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
-    communicator.broadcast_tensors(tensors, source)
+    broadcast_tensors(tensors, source=source)
     return state
 
 

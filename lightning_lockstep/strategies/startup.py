@@ -12,7 +12,7 @@ import torch
 from lightning_lockstep._lightning import ClusterEnvironment, _destroy_dist_connection
 from lightning_lockstep._text import install_command
 from lightning_lockstep._trainer import given_to_trainer
-from lightning_lockstep.distributed.failure.exit_notes import note_orderly_end
+from lightning_lockstep.distributed.failure.record import note_orderly_end
 from lightning_lockstep.distributed.mpi.backend import follow_failures, register_mpi_backend
 from lightning_lockstep.distributed.process_group import (
     default_backend,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +31,7 @@ from lightning_lockstep.distributed.process_group import broadcast_tensors
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
 from lightning_lockstep.steps.capabilities import Capabilities
+from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.strategies.lifecycle import RankLifecycle
 from lightning_lockstep.strategies.options import LifecycleSettings, OptionsOfXLA, taken
 from lightning_lockstep.strategies.startup import RankStartup
@@ -98,8 +99,7 @@ class LockstepXLAStrategy(RankLifecycle):
 
     def __init__(self, *, downcast_bf16: bool = False, **options: Unpack[OptionsOfXLA]) -> None:
         self.downcast_bf16 = downcast_bf16
-        accepted = OptionsOfXLA.__optional_keys__
-        self.settings, handed_on = taken(LifecycleSettings, type(self), locals(), accepted)
+        self.settings, handed_on = taken(LifecycleSettings, OptionsOfXLA, locals())
         faults = Faults()
         faults.flag("downcast_bf16", downcast_bf16)
         for name in ("random_numbers", "batch_norm"):
@@ -110,7 +110,7 @@ class LockstepXLAStrategy(RankLifecycle):
         faults.raise_all()
         self.num_nodes = 1
         self._replicas: Replicas | None = None
-        self._synced_metrics: list[Metric] = []
+        self._metrics = ExitStack()  # changed for a run
         super().__init__(XLAStartup("popen", "gloo"), **handed_on)
 
     @property
@@ -188,10 +188,9 @@ class LockstepXLAStrategy(RankLifecycle):
         """Set the run up. Ranks: all, together."""
         if self._replicas is not None:
             # By itself torchmetrics would gather tensors of the device over gloo, which carries those of the CPU.
-            found = [one for one in self._module.modules() if isinstance(one, Metric)]
-            self._synced_metrics = [one for one in found if one.dist_sync_fn is None]
-            for metric in self._synced_metrics:
-                metric.dist_sync_fn = _gather_tensor
+            for one in self._module.modules():
+                if isinstance(one, Metric) and one.dist_sync_fn is None:
+                    self._metrics.enter_context(replaced(one, dist_sync_fn=_gather_tensor))
         # torch-xla's tensors cannot be made in torch.inference_mode; without it loops evaluate in torch.no_grad.
         evaluating = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop
         for loop in (*evaluating, trainer.predict_loop):
@@ -212,9 +211,7 @@ class LockstepXLAStrategy(RankLifecycle):
     def teardown(self) -> None:
         """Bring the module back to the CPU. Ranks: every rank; waits for none."""
         self.end_lazy_run()
-        for metric in self._synced_metrics:
-            metric.dist_sync_fn = None
-        self._synced_metrics = []
+        self._metrics.close()
         if self.failed:  # what is pending on the device may wait for a rank that has exited
             self.forget_loaders()
             return

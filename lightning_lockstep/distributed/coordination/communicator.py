@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -21,7 +21,6 @@ from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed.process_group import (
     RankGroup,
-    broadcast_tensors,
     current_group,
     forget_group,
     process_group_exists,
@@ -81,11 +80,6 @@ class Communicator:
         if self.world_size > 1:
             dist.broadcast_object_list(box, source, group=self._group, device=torch.device("cpu"))
         return box[0]
-
-    def broadcast_tensors(self, tensors: Iterable[Tensor], source: int) -> None:
-        """Give CPU tensors, of equal shapes on all ranks, the values of rank ``source``. Ranks: all, together."""
-        if self.world_size > 1:
-            broadcast_tensors(tensors, self._group, source)
 
     def pass_on(self, data: bytes) -> bytes:
         """Give bytes to the next rank, the last one to rank 0, and return those of the one before. Ranks: all."""

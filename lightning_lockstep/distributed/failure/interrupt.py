@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lockstep.distributed.process_group import process_groups
+from lightning_lockstep.distributed.rendezvous import addresses_of
 
 # -- Connections with other ranks
 
@@ -50,8 +51,7 @@ def connections_with(ranks: Collection[Process], kept_ports: Collection[int] = (
     here, addresses = socket.gethostname(), set[str]()
     theirs = {end for host, pid in ranks if host == here and pid != os.getpid() for end in connections(pid)}
     for host in {host for host, _ in ranks if host not in ("", here)}:
-        with suppress(OSError):
-            addresses.update(str(found[4][0]) for found in socket.getaddrinfo(host, None))
+        addresses.update(addresses_of(host))
     return [
         number
         for (own, other), number in connections().items()

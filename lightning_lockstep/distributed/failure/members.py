@@ -31,7 +31,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-import psutil
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from lightning_lockstep._settings import MEMBER, launcher_pid
@@ -333,10 +332,7 @@ _membership: Membership | None = None
 def current_membership() -> Membership | None:
     """Return what this process knows of the members of its run, if it was started as one."""
     global _membership
-    parent = launcher_pid()
-    # Of a process that still runs and is not the parent, the variables are left over from another job.
-    is_member = MEMBER in os.environ and parent and (parent == os.getppid() or not psutil.pid_exists(parent))
-    if _membership is None and is_member:
+    if _membership is None and MEMBER in os.environ and launcher_pid() is not None:
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         _membership = Membership(int(os.environ[MEMBER]), *place)
     return _membership

@@ -34,6 +34,7 @@ from typing import Any, NoReturn
 
 from lightning_lockstep._system import on_ctrl_c
 from lightning_lockstep._text import SAVED, say
+from lightning_lockstep.distributed.failure.tracebacks import format_error
 
 _log = logging.getLogger(__name__)
 # How long what is held back may take to be written before an end by force [s].
@@ -348,9 +349,6 @@ def _below(error: BaseException) -> Ending:
 
 def _formatted(error: BaseException, below: str) -> str:
     """Return an error as it is printed, with a text below it: after an empty line, unless that names a file."""
-    # Not at the top: it imports torch and Lightning, which take long and which a mere look at a command line needs not.
-    from lightning_lockstep.distributed.failure.record import format_error
-
     apart = below if not below or below.startswith((SAVED, "\n")) else f"\n{below}"
     return "\n".join(filter(None, [format_error(error).rstrip("\n"), apart]))
 

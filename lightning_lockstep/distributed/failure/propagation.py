@@ -44,7 +44,6 @@ import psutil
 
 from lightning_lockstep._lightning import SIGTERMException
 from lightning_lockstep._system import on_ctrl_c
-from lightning_lockstep.distributed.failure.exit_notes import forget_failure, keep_failure, note_failure
 from lightning_lockstep.distributed.failure.interrupt import (
     Interrupt,
     Process,
@@ -65,9 +64,12 @@ from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
     describe_error,
     describe_exit,
+    forget_failure,
     is_alike,
     is_broken_collective,
+    keep_failure,
     leaves_in_order,
+    note_failure,
     own_place,
 )
 from lightning_lockstep.distributed.side_channel.channel import BACK_WITHIN, Message, SideChannel
@@ -435,11 +437,8 @@ class FailurePropagation:
 
     def _outlast_others(self) -> None:
         """Wait for the end of the others of this host: without rank 0 each prints its last lines, above the report."""
-        self.end_connections()  # they may wait for this rank
-        # Not for that of rank 1, which reports the end of rank 0 too, and waits for this rank.
-        others = [pid for rank, pid in self._others_here().items() if rank > 1]
         deadline = time.monotonic() + self.grace_period / 2
-        while time.monotonic() < deadline and any(map(_runs, others)):
+        while time.monotonic() < deadline and any(map(_runs, self._others_here().values())):
             time.sleep(_LOOK_EVERY)
 
     def _others_here(self) -> dict[int, int]:

@@ -1,17 +1,27 @@
-"""The record of a failure: what is known of it, printed and sent; tracebacks without the frames of libraries."""
+"""The record of a failure: what is known of it, printed, sent and noted.
+
+A launcher of ours that is no rank itself gives its ranks a folder, and each rank leaves a note there:
+
+================= =================== =============================================================================
+``<rank>.failed`` by multiprocessing  a rank failed; the record of the first one, the same from every rank
+``<pid>.ended``   by mpirun           this rank ended in good order; mpirun may call the loss of a host a success too
+================= =================== =============================================================================
+
+``torchrun`` has its own file for a failure, which is written too. Rank 0 leaves ``failure.json`` in the folder of the
+run: the record of the first failure.
+"""
 
 from __future__ import annotations
 
-import functools
-import itertools
+import atexit
 import json
 import os
 import re
 import shlex
 import signal
 import socket
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,8 +30,11 @@ from typing import Any
 from torch.distributed import DistError
 
 from lightning_lockstep._lightning import SIGTERMException
-from lightning_lockstep._settings import full_traceback
+from lightning_lockstep._settings import NOTES_FOLDER
+from lightning_lockstep._system import write_report, write_whole
 from lightning_lockstep._text import SAVED, exit_in_words, ranks_in_words
+from lightning_lockstep.distributed.failure.process_exit import outcome
+from lightning_lockstep.distributed.failure.tracebacks import format_error, user_function
 from lightning_lockstep.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -29,97 +42,7 @@ from lightning_lockstep.errors import (
     FailedRank,
     FailureKind,
     LockstepError,
-    RankFailedError,
 )
-
-# -- Tracebacks that show the user's own frames, and how many frames of libraries were left out --
-
-LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
-# Whose frames are folded, by the folder that a package is installed in.
-_FOLDED = (
-    *("torch", *LIGHTNING, "lightning_utilities"),
-    *("hydra", "omegaconf", "deepspeed", "lightning_lockstep"),
-)
-# These are not the user's program either; decorators of the last add a frame between a user's call and torch.
-_LIBRARIES = (*_FOLDED, "torchmetrics", "typing_extensions")
-_OWN = f"{Path(__file__).parents[2]}{os.sep}"
-_INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\](\w+)")
-_STANDARD = os.__file__.rpartition(os.sep)[0] + os.sep
-
-
-def format_error(error: BaseException) -> str:
-    """Return the traceback of ``error`` as text that ends with a newline."""
-    # Frames of torch, Lightning, Hydra and this package that follow each other are one line, but for the
-    # frame that raised. An error of this package is its message alone. ``LOCKSTEP_FULL_TRACEBACK=1`` shows
-    # all there is.
-    if full_traceback():
-        return "".join(traceback.format_exception(error))
-    if isinstance(error, SIGTERMException):
-        return ""  # raised at the next boundary of a batch, wherever the signal has arrived
-    if isinstance(error, LockstepError) and not isinstance(error, RankFailedError):
-        return "".join(traceback.format_exception_only(type(error), error))
-    told = traceback.TracebackException.from_exception(error)
-    _fold(told)
-    return "".join(told.format())
-
-
-def folded_stack(places: Iterable[tuple[str, int, str]]) -> list[str]:
-    """Return the lines of a stack, given files, lines and functions, the innermost last; no file is read for it."""
-    frames = [traceback.FrameSummary(*place, lookup_line=False, line="") for place in places]
-    if not frames:
-        return []
-    text = traceback.StackSummary.from_list(frames).format() if full_traceback() else _frames(frames)
-    return [line.strip() for line in text]
-
-
-def user_function(error: BaseException) -> str | None:
-    """Return the name of the user's function that Lightning called and that raised, such as ``training_step``."""
-    inside = False
-    for frame in traceback.extract_tb(error.__traceback__):
-        package = package_of(frame.filename)
-        if inside and package is None:
-            return frame.name
-        inside = inside or package in LIGHTNING
-    return None
-
-
-class _FoldedStack(traceback.StackSummary):
-    """A stack of which Python prints frames of libraries that follow each other as one line."""
-
-    def format(self, **_: Any) -> list[str]:
-        return list(_frames(self))
-
-
-def _fold(error: traceback.TracebackException) -> None:
-    for before in (error.__cause__, error.__context__, *(getattr(error, "exceptions", None) or ())):
-        if before is not None:
-            _fold(before)
-    error.stack = _FoldedStack(error.stack)
-
-
-def _frames(stack: Iterable[traceback.FrameSummary]) -> Iterator[str]:
-    *frames, last = stack
-    hint = "; LOCKSTEP_FULL_TRACEBACK=1 shows them"
-    for folded, group in itertools.groupby(frames, key=lambda frame: package_of(frame.filename) in _FOLDED):
-        found = list(group)
-        if not folded or len(found) == 1:
-            yield from traceback.StackSummary.from_list(found).format()
-            continue
-        names = {package_of(frame.filename) or "" for frame in found}
-        yield f"  ... {len(found)} frames of {', '.join(sorted(names))}{hint}\n"
-        hint = ""
-    yield from traceback.StackSummary.from_list([last]).format()
-
-
-@functools.lru_cache(10_000)  # because the guard asks for each frame of a call
-def package_of(filename: str) -> str | None:
-    """Return the library that a file belongs to, ``python`` for Python's own; ``None``: it is of the user's program."""
-    if filename.startswith(_OWN):
-        return "lightning_lockstep"
-    if found := _INSTALLED.match(filename):
-        return found[1] if found[1] in _LIBRARIES else None
-    return "python" if filename.startswith((_STANDARD, "<frozen")) else None
-
 
 # -- What is known of the rank that failed first, and the text that reports it --
 
@@ -330,3 +253,76 @@ def is_broken_collective(error: BaseException) -> bool:
         return False
     text = str(error).lower()
     return any(word in text for word in _BROKEN) or re.search(_STORE, text) is not None
+
+
+# -- Notes of how a rank has ended: for the process that started it, and for who looks at the run later --
+
+
+def failure_note(folder: Path, local_rank: int) -> Path:
+    """Return the file in which a rank of this host notes which rank failed first."""
+    # Not named by the process id: if the interpreter is a script, the started process has another id than the rank.
+    return folder / f"{local_rank}.failed"
+
+
+def keep_failure(record: FailureRecord) -> FailureRecord:
+    """Write a record to the file that it names, if any; return it, without the file if that cannot be written."""
+    if not record.file or write_report(Path(record.file), record.to_json() + "\n"):
+        return record
+    return replace(record, file="")
+
+
+def remove_earlier_report(folder: Path) -> None:
+    """Remove the report of an earlier run from a folder in which a run begins; ``failure.json`` of others stays."""
+    with suppress(OSError, ValueError):
+        FailureRecord.from_json((folder / FAILURE_FILE).read_text(encoding="utf-8"))
+        (folder / FAILURE_FILE).unlink(missing_ok=True)
+
+
+def note_failure(record: FailureRecord) -> None:
+    """Note which rank failed first, for the process that has started this one: one of ours, or ``torchrun``."""
+    if outcome.note is not None:
+        write_whole(outcome.note, record.to_json())
+    given = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if given:
+        # torchrun takes the earliest error for the root cause, which it shows last.
+        is_cause = (record.host, record.pid) == (socket.gethostname(), os.getpid())
+        text = f"{record.headline()}\n{record.saved_to()}".rstrip()
+        text = text if is_cause else f"another rank failed first: {text}"
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()) + (not is_cause))}
+        write_whole(Path(given), json.dumps({"message": {"message": text, "extraInfo": extra}}))
+
+
+def forget_failure() -> None:
+    """Take the note of a failure back: the program has caught it."""
+    of_torchrun = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    for path in (of_torchrun, outcome.note):
+        if path:
+            with suppress(OSError):
+                Path(path).unlink()
+
+
+def note_orderly_end() -> None:
+    """Leave a note if this process ends in good order, for a launcher of ours that runs mpirun on this host."""
+
+    def note() -> None:
+        in_order = not (outcome.forced_exit or outcome.ends_with_error)
+        if in_order and Path(given).is_dir():  # on the host of the launcher alone
+            Path(given, f"{os.getpid()}.ended").touch()
+
+    if given := os.environ.get(NOTES_FOLDER, ""):
+        atexit.register(note)
+
+
+# -- for the process that has started the ranks
+
+
+def first_failure(folder: Path) -> FailureRecord | None:
+    """Return what the ranks noted of the one that failed first, or ``None``."""
+    notes = sorted(folder.glob("*.failed"), key=lambda note: note.stat().st_mtime_ns)
+    records = [FailureRecord.from_json(note.read_text(encoding="utf-8")) for note in notes]
+    # Ranks that have met all note the same record: take the copy that names its file. Else take the earliest.
+    return max(records, key=lambda record: bool(record.file), default=None)
+
+
+def has_orderly_end(folder: Path) -> bool:
+    return any(folder.glob("*.ended"))

@@ -15,7 +15,8 @@ from traceback import walk_stack
 from typing import Any
 
 from lightning_lockstep._text import plain_table
-from lightning_lockstep.distributed.failure.record import LIGHTNING, own_place, package_of, places_in_words
+from lightning_lockstep.distributed.failure.record import own_place, places_in_words
+from lightning_lockstep.distributed.failure.tracebacks import LIGHTNING, package_of
 from lightning_lockstep.errors import CollectiveMismatchError
 
 # -- What one rank called --

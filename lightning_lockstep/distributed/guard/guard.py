@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_lockstep._settings import Faults
+from lightning_lockstep._settings import Faults, debug
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
 from lightning_lockstep.distributed.guard.diagnosis import ANSWERS_WITHIN, StallDiagnosis
@@ -43,6 +43,8 @@ class GuardSettings:
         faults.fields(self)
         self.check(faults)
         faults.raise_all()
+        if self.guard == "watch" and debug():
+            object.__setattr__(self, "guard", "verify")
 
     def check(self, faults: Faults) -> None:
         """Add to ``faults`` what is wrong; a subclass with further settings checks those too."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from lightning_lockstep.distributed.failure.record import folded_stack
+from lightning_lockstep.distributed.failure.tracebacks import folded_stack
 from lightning_lockstep.distributed.guard.collective_call import (
     BACKWARD,
     CollectiveCall,

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
 from lightning_lockstep._text import first_line, install_command
@@ -33,7 +32,7 @@ from lightning_lockstep.distributed.failure.process_exit import flush_everything
 from lightning_lockstep.distributed.guard.rank_state import WORLD, group_title
 from lightning_lockstep.distributed.mpi.worker import Body, MPIWork, Worker, wait_for_callbacks
 from lightning_lockstep.distributed.process_group import host_rendezvous
-from lightning_lockstep.distributed.rendezvous import address_towards, addresses_here
+from lightning_lockstep.distributed.rendezvous import addresses_here, interface_towards
 from lightning_lockstep.distributed.side_channel.opening import close_side_channel
 from lightning_lockstep.errors import LaunchError, MissingExtraError
 
@@ -214,8 +213,9 @@ def agree_on_rendezvous(rank: int, size: int) -> MPIRendezvous:
             " addresses can be reached from every rank. Let the hosts of the job reach each other on all ports above"
             " 1024, or set MASTER_ADDR and MASTER_PORT to an address and a port that they can reach."
         )
-    if not one_host:
-        _choose_gloo_interface(address)
+    if not one_host and (interface := interface_towards(address)):
+        # By default gloo takes the interface to which the name of its host resolves.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     return MPIRendezvous(address, port, sum(name == host and bool(own & cores) for name, own in everyone))
 
 
@@ -231,14 +231,3 @@ def _reaches(address: str, port: int) -> bool:
             return True
     except OSError:
         return False
-
-
-def _choose_gloo_interface(address: str) -> None:
-    """Give gloo the interface that leads to rank 0; by default it takes the one its host name resolves to."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    own = address_towards(address)
-    own = address if own.startswith("127.") else own
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == own for one in addresses):
-            os.environ["GLOO_SOCKET_IFNAME"] = name

@@ -84,7 +84,7 @@ class ZeroMQSideChannel(SideChannel):
         self._flushes = itertools.count(1)
         self._flushed: dict[int, int] = {}  # the last flush that each rank has answered
         self._outbox: deque[_Work] = deque()  # for the thread that owns the sockets
-        self._ended = False
+        self._ended = threading.Event()
         # Of the thread that owns the sockets; others only look.
         self._unsent: dict[int, deque[Any]] = defaultdict(lambda: deque(maxlen=_KEPT_UNSENT))
         self._descriptors: dict[int, int] = {}  # of rank 0's connection with each rank
@@ -167,7 +167,7 @@ class ZeroMQSideChannel(SideChannel):
         self._closing = True
         self.post(_CLOSING, to=self._peers_that("stands") if self.rank == 0 else [0])
         self.flush(timeout)
-        self._put(self._end)
+        self._put(self._ended.set)
         # At its end this thread waits until what was sent last has left. No new thread can do that: Python 3.12 and
         # later start none at exit.
         self._sockets.join(max(timeout, 0.5) + max(timeout, 1.0))
@@ -185,7 +185,7 @@ class ZeroMQSideChannel(SideChannel):
         for one in (self._socket, self._monitor, self._woken):
             poller.register(one, zmq.POLLIN)
         try:
-            while not self._ended:
+            while not self._ended.is_set():
                 ready = dict(poller.poll(int(1000 * _LOOK_AT_ABSENT) if self._back_until else None))
                 if self._woken.fileno() in ready:
                     self._woken.read(4096)
@@ -231,9 +231,6 @@ class ZeroMQSideChannel(SideChannel):
                 self._drop(to)  # if it ended before its hello was read, no event names it
                 if not self._has_ended(to):
                     self._unsent[to].append(content)
-
-    def _end(self) -> None:
-        self._ended = True
 
     # ---------------------------------------------------------------- the thread that owns the sockets: receiving
 

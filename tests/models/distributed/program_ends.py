@@ -7,10 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from lightning_lockstep.distributed.failure import exit_notes, process_exit, record
+from lightning_lockstep.distributed.failure import process_exit, record
 
 FOLDER, LIMIT = Path(sys.argv[1]), float(sys.argv[2])
-NAMES = {"atexit": atexit, "exit_notes": exit_notes, "process_exit": process_exit, "record": record}
+NAMES = {"atexit": atexit, "process_exit": process_exit, "record": record}
 
 
 def start(name):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from lightning_lockstep.distributed.failure.exit_notes import first_failure, has_orderly_end
+from lightning_lockstep.distributed.failure.record import first_failure, has_orderly_end
 from tests.harness import MODELS, run_script
 from tests.harness.patience import patience
 
@@ -276,7 +276,7 @@ RECORD = """record.FailureRecord(1, 2, "node7", 12, "exception", "ValueError: bo
 ENDED = """
     import os
     os.environ["LOCKSTEP_RANK_NOTES_FOLDER"] = os.environ["FOLDER"]
-    exit_notes.note_orderly_end()
+    record.note_orderly_end()
     {}
 """
 NOTES = {
@@ -284,7 +284,7 @@ NOTES = {
         import os, pathlib
         os.environ["TORCHELASTIC_ERROR_FILE"] = os.environ["FOLDER"] + "/torchrun.json"
         process_exit.outcome.note = pathlib.Path(os.environ["FOLDER"], "0.failed")
-        exit_notes.note_failure({RECORD})
+        record.note_failure({RECORD})
     """,
     "in order": ENDED.format("raise SystemExit(75)"),
     "in disorder": ENDED.format("raise ValueError"),

@@ -27,6 +27,7 @@ from lightning_lockstep._lightning import (
     Trainer,
     WeightAveraging,
 )
+from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.launchers import subprocess_script
 from lightning_lockstep.strategies import fsdp_units
 from tests.harness import run_ranks, run_ranks_raw
@@ -552,8 +553,20 @@ COUNTED: dict[str, tuple[type[Net], dict[str, Any], int]] = {
 }
 
 
+class Draws(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.drawn = float(torch.rand(()))
+
+
+def draws() -> int:
+    """How many different numbers the ranks have drawn in the same step."""
+    net = Draws()
+    fit(lambda: net, 2, fsdp(), max_epochs=1)
+    return len(set(current_communicator().gather(net.drawn)))
+
+
 def counted() -> dict[str, Any]:
-    return {"sent": fits_that_count(), "uneven": uneven_fits()}
+    return {"sent": fits_that_count(), "uneven": uneven_fits(), "draws": draws()}
 
 
 @pytest.fixture(scope="module")
@@ -573,6 +586,10 @@ def test_a_step_gathers_and_reduces_each_part_as_seldom_as_can_be(found: dict[st
         "accumulated": ((1 + 2 * 2) * steps, 3 * steps // 2),
         "evaluation": (1 + 2 * steps, 0),
     }
+
+
+def test_random_numbers_follow_the_rank(found: dict[str, Any]) -> None:
+    assert found["draws"] == 2
 
 
 # -- Precision --

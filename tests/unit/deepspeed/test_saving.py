@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,12 +49,9 @@ def write(
 ) -> None:
     """What a rank does; ranks with a ``node`` of their own see another disk."""
     seen = target if node is None else node / target.name
-    with whole_folder(
-        str(seen),
-        makes_folder=rank == 0 or node is not None,
-        meet=ranks.meet,
-        gather=ranks.gather_of(rank),
-    ) as draft:
+    strategy = SimpleNamespace(global_rank=rank, local_rank=0, barrier=ranks.meet, check_failure=lambda: None)
+    gather, on_each_node = ranks.gather_of(rank), node is not None
+    with whole_folder(strategy, str(seen), gather, on_each_node=on_each_node) as draft:
         Path(draft).mkdir(exist_ok=True)
         (Path(draft) / f"of_{rank}").write_text("new")
         if fails:
@@ -131,12 +129,7 @@ def test_a_node_that_cannot_write_is_an_error_of_all(tmp_path: Path) -> None:
 
 
 def test_an_address_is_written_to_directly() -> None:
-    with whole_folder(
-        "s3://bucket/last.ckpt",
-        makes_folder=True,
-        meet=lambda: None,
-        gather=lambda value: [value],
-    ) as draft:
+    with whole_folder(None, "s3://bucket/last.ckpt", lambda value: [value]) as draft:
         assert draft == "s3://bucket/last.ckpt"
 
 

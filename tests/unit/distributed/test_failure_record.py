@@ -20,10 +20,9 @@ from lightning_lockstep.distributed.failure.process_exit import (
 from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
     describe_error,
-    format_error,
     is_broken_collective,
-    user_function,
 )
+from lightning_lockstep.distributed.failure.tracebacks import format_error, user_function
 from lightning_lockstep.errors import ConfigurationError, RankFailedError
 from tests.harness import QUIET
 

@@ -45,7 +45,7 @@ def channels(number: int, *, absent: int = 0) -> Iterator[list[ZeroMQSideChannel
 def vanish(channel: ZeroMQSideChannel) -> None:
     """Let a channel end as with its process, without a word."""
     channel._closing = True
-    channel._put(channel._end)
+    channel._put(channel._ended.set)
     channel._sockets.join(20)
     channel._context.term()
 

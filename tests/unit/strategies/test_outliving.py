@@ -25,9 +25,8 @@ from lightning_lockstep import (
     LockstepMPIStrategy,
 )
 from lightning_lockstep.loaders.global_order import Share, divided
-from lightning_lockstep.strategies.can_outlive import check_fit, check_loader, check_optimizers
+from lightning_lockstep.strategies.can_outlive import GlobalBatch, check_fit, check_loader, check_optimizers
 from lightning_lockstep.strategies.outliving import _continue_csv, _row
-from lightning_lockstep.strategies.same_batch import GlobalBatch
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
 SRUN = {

@@ -63,8 +63,8 @@ def test_values_out_of_range_say_what_was_expected(options: dict[str, object], t
 
 def test_an_environment_variable_turns_watch_into_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_DEBUG", "1")
-    assert LockstepDDPStrategy().settings.supervisor.guard == "verify"
-    assert LockstepDDPStrategy(guard="off").settings.supervisor.guard == "off"
+    assert LockstepDDPStrategy().settings.guard == "verify"
+    assert LockstepDDPStrategy(guard="off").settings.guard == "off"
 
 
 def test_a_precision_that_the_device_lacks_is_refused_by_name() -> None:

@@ -281,10 +281,10 @@ def guarded(rank, size, guard):
     supervisor = RankSupervisor(SupervisorSettings(guard=guard, stall_timeout=20.0))
     supervisor.ranks_have_met(60.0, prints_report=rank == 0)
     under_guard = supervisor.run(lambda: [part(rank) for part in PARTS])
-    state = supervisor.guard.rank.state()
+    state = supervisor.propagation.guard.rank.state()
     operations = sorted({one.call.operation for one in state.calls if one.call.number})
     dist.barrier()
-    supervisor.guard.stop()
+    supervisor.propagation.guard.stop()
     return [plain, under_guard == plain, operations, [list(one) for one in state.outstanding]]
 
 
