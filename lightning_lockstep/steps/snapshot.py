@@ -6,7 +6,7 @@ import random
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -88,30 +88,40 @@ def gpu_state() -> Any:
 # -- The state of every random number generator that a training step may draw from --
 
 
+def random_states(others: Iterable[torch.Generator] = ()) -> list[Any]:
+    """Return the states of the global generators of torch (CPU), Python and numpy, and of others, as plain data."""
+    state: Any = numpy.random.get_state()
+    kind, keys, *rest = state
+    own = [generator.get_state() for generator in others]
+    return [torch.get_rng_state(), random.getstate(), (kind, keys.tolist(), *rest), *own]
+
+
+def set_random_states(states: Sequence[Any], others: Iterable[torch.Generator] = ()) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    numpy.random.set_state(states[2])
+    for generator, state in zip(others, states[3:], strict=False):
+        generator.set_state(state)
+
+
 @dataclass
 class RandomState:
     """State of the global generators of torch (CPU and GPU), Python and numpy, and of given ones of torch."""
 
-    torch_cpu: Tensor
-    torch_gpu: Tensor | None
-    python: Any
-    numpy: Any
-    others: list[tuple[torch.Generator, Tensor]]
+    states: list[Any]
+    gpu: Tensor | None
+    others: list[torch.Generator]
 
     @classmethod
     def capture(cls, others: Iterable[torch.Generator] = ()) -> RandomState:
         """Save the states; nothing is read from a device."""
-        states = torch.get_rng_state(), gpu_state(), random.getstate(), numpy.random.get_state(legacy=False)
-        return cls(*states, [(generator, generator.get_state()) for generator in others])
+        kept = list(others)
+        return cls(random_states(kept), gpu_state(), kept)
 
     def restore(self) -> None:
-        torch.set_rng_state(self.torch_cpu)
-        if self.torch_gpu is not None:
-            torch.cuda.set_rng_state(self.torch_gpu)
-        random.setstate(self.python)
-        numpy.random.set_state(self.numpy)
-        for generator, state in self.others:
-            generator.set_state(state)
+        set_random_states(self.states, self.others)
+        if self.gpu is not None:
+            torch.cuda.set_rng_state(self.gpu)
 
 
 # -- Attributes of objects that a training step may change, restored in the objects that held them --
