@@ -80,7 +80,6 @@ from lightning.pytorch.trainer.states import TrainerStatus as TrainerStatus
 from lightning.pytorch.utilities import CombinedLoader as CombinedLoader
 from lightning.pytorch.utilities import find_shared_parameters as find_shared_parameters
 from lightning.pytorch.utilities import set_shared_parameters as set_shared_parameters
-from lightning.pytorch.utilities.data import extract_batch_size as extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException as MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as _TunerExitException

@@ -37,7 +37,6 @@ from lightning_lockstep._lightning import (
     MLFlowLogger,
     WandbLogger,
     _MultiProcessingLauncher,
-    extract_batch_size,
     is_overridden,
     seed_everything,
 )
@@ -51,6 +50,7 @@ from lightning_lockstep.launchers.mpirun import MPIRunLauncher
 from lightning_lockstep.launchers.rank_supervisor import ran_elsewhere
 from lightning_lockstep.loaders.global_order import in_global_order
 from lightning_lockstep.loaders.loader_position import LoaderPosition
+from lightning_lockstep.numerics.statistics import samples_in
 from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.strategies.counted_steps import CountedSteps
 
@@ -342,7 +342,7 @@ class RunRecord(Callback):
         now = time.monotonic()
         self._numbers[2] = trainer.global_step
         if trainer.is_global_zero and self._since is not None:
-            self._numbers[0] += extract_batch_size(batch)
+            self._numbers[0] += samples_in(batch)
             self._numbers[1] += now - self._since
         self._since = now
 

@@ -32,17 +32,12 @@ from lightning_lockstep.distributed.ddp_reducer import (
     why_not_resumable,
 )
 from lightning_lockstep.errors import BatchSizeError, CollectiveError, RankFailedError
-from lightning_lockstep.numerics.statistics import output_values
+from lightning_lockstep.numerics.statistics import samples_in, tensors_in
 from lightning_lockstep.steps.isolated import gradients_apart, on_plain_module
 from lightning_lockstep.steps.patching import put_in_place, replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, Part, restored
 
 # -- A batch cut into micro-batches, and how their results and logged values are combined --
-
-
-def samples_in(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of the first tensor found; 1 without one."""
-    return next((int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
 def split(batch: Any, parts: int) -> list[Any]:
@@ -64,11 +59,6 @@ def _cut(batch: Any, samples: int, start: int, end: int) -> Any:
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
     return _with_each(batch, (Tensor, list, tuple), cut)
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of a batch of any structure, in its order."""
-    return [part for _, part in output_values(value) if isinstance(part, Tensor)]
 
 
 def _with_each(value: Any, kinds: Any, function: Callable[[Any], Any]) -> Any:

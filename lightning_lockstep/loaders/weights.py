@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_lockstep._lightning import MisconfigurationException, extract_batch_size
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 from lightning_lockstep.loaders.global_order import parts_of
@@ -51,14 +50,6 @@ def samples_of_batch(loop: Any, number: int, loader: int = 0) -> tuple[int, int]
             sizes = parts.sizes(place)
             own, total = own + sizes[0], total + sizes[1]
     return (own, total) if total else None  # there are no samples after the end of a stream
-
-
-def samples_in(batch: Any) -> int:
-    """Return how many samples a batch has, by its first tensor."""
-    try:
-        return extract_batch_size(batch)
-    except MisconfigurationException:  # it has no tensor
-        return 1
 
 
 class StepWeights:
