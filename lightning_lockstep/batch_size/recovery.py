@@ -33,7 +33,7 @@ from lightning_lockstep.distributed.ddp_reducer import (
 )
 from lightning_lockstep.errors import BatchSizeError, CollectiveError, RankFailedError
 from lightning_lockstep.numerics.statistics import samples_in, tensors_in
-from lightning_lockstep.steps.isolated import gradients_apart, on_plain_module
+from lightning_lockstep.steps.isolated_step import gradients_apart, on_plain_module
 from lightning_lockstep.steps.patching import put_in_place, replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, Part, restored
 

@@ -18,7 +18,7 @@ from lightning_lockstep._lightning import LightningModule, Precision
 from lightning_lockstep.deepspeed.config_parsing import is_given, section
 from lightning_lockstep.deepspeed.engine import LossScaleHistory
 from lightning_lockstep.deepspeed.engine_adapters import adapter_of
-from lightning_lockstep.steps.isolated import gradients_apart
+from lightning_lockstep.steps.isolated_step import gradients_apart
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import StoredCopies
 

@@ -27,7 +27,7 @@ from lightning_lockstep.overflow.replay import Occasion, StepRecord, is_divided
 from lightning_lockstep.overflow.report import ReportPublisher
 from lightning_lockstep.overflow.settings import OverflowSettings, refuse_compiled
 from lightning_lockstep.steps.capabilities import capabilities_of
-from lightning_lockstep.steps.isolated import place_of
+from lightning_lockstep.steps.isolated_step import place_of
 from lightning_lockstep.steps.patching import put_in_place, replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, RandomState
 

@@ -15,7 +15,7 @@ from lightning_lockstep.numerics.precision import run_in_fp32, runs_in_fp32, und
 from lightning_lockstep.numerics.statistics import module_names
 from lightning_lockstep.overflow.frames import FrameRecorder, Producer
 from lightning_lockstep.steps.capabilities import capabilities_of
-from lightning_lockstep.steps.isolated import from_a_state, run_forward_backward
+from lightning_lockstep.steps.isolated_step import from_a_state, run_forward_backward
 from lightning_lockstep.steps.patching import put_in_place, replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, RandomState
 

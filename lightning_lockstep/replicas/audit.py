@@ -36,7 +36,12 @@ from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.replicas.checksums import Checksums, can_be_read, folded
 from lightning_lockstep.replicas.report import parts_of
 from lightning_lockstep.steps.capabilities import missing_capabilities
-from lightning_lockstep.steps.isolated import from_a_state, place_of, run_forward_backward, step_arguments
+from lightning_lockstep.steps.isolated_step import (
+    from_a_state,
+    place_of,
+    run_forward_backward,
+    step_arguments,
+)
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import RandomState
 

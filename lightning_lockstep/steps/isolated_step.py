@@ -49,7 +49,6 @@ def isolated(
     # :mod:`lightning_lockstep.distributed.local_collectives`. If the body needs data of another rank, it gets an
     # ``UnansweredCollectiveError``.
     strategy, run = trainer.strategy, cast(Any, trainer)  # its annotations leave some of these out
-    callbacks, loggers, profiler = run.callbacks, run.loggers, run.profiler
     with ExitStack() as stack:
         if by_module and hasattr(strategy, "steps_apart"):
             stack.enter_context(strategy.steps_apart(module))
@@ -73,12 +72,11 @@ def isolated(
             # Its other methods use operations on tensors, which are answered; this one receives an object.
             stack.enter_context(replaced(strategy, broadcast=lambda obj, *args, **kwargs: obj))
             answers = stack.enter_context(local_collectives())
-        run.callbacks, run.loggers = [], [DummyLogger()] if loggers else []
-        run.profiler = PassThroughProfiler()
-        try:
-            yield answers
-        finally:
-            run.callbacks, run.loggers, run.profiler = callbacks, loggers, profiler
+        loggers = [DummyLogger()] if run.loggers else []
+        for name, value in (("callbacks", []), ("loggers", loggers), ("profiler", PassThroughProfiler())):
+            stack.callback(setattr, run, name, getattr(run, name))
+            setattr(run, name, value)
+        yield answers
 
 
 @contextmanager
@@ -225,10 +223,8 @@ def on_plain_module(strategy: Strategy) -> Iterator[None]:
     """Make the strategy run the LightningModule itself instead of its wrapper in the body."""
     # Whatever the strategy does around the forward of its wrapper, it still does.
     wrapped, module = strategy.model, strategy.lightning_module
-    if wrapped is module or module is None:
-        yield
-        return
-    strategy.model = _NotDistributed(module)
+    if module is not None and wrapped is not module:
+        strategy.model = _NotDistributed(module)
     try:
         yield
     finally:
