@@ -34,7 +34,6 @@ from lightning_lockstep.replicas.checksums import (
     PROBED,
     BatchComparison,
     BatchRecorder,
-    BatchSum,
     Checksums,
     folded,
     row_of,
@@ -72,7 +71,7 @@ class Check:
         settings: Mapping[str, str],
         evidence: Mapping[str, Any],  # see `judge`
         gradients: Sequence[Checksums],  # of each optimizer
-        row: Sequence[Sequence[BatchSum]],
+        row: Sequence[Sequence[Checksums]],
     ) -> None:
         self.count, self.settings, self.evidence, self.row = count, settings, evidence, row
         self._sums = {section: Checksums(named) for section, named in contents.sections().items()}
