@@ -19,6 +19,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
 from lightning.fabric.utilities import move_data_to_device as move_data_to_device
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars as convert_tensors_to_scalars
 from lightning.fabric.utilities.data import _set_sampler_epoch as _set_sampler_epoch
+from lightning.fabric.utilities.data import sized_len as sized_len
 from lightning.fabric.utilities.distributed import _destroy_dist_connection as _destroy_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed as reset_seed

@@ -33,9 +33,9 @@ from torch.utils.data import (
     Subset,
 )
 
-from lightning_lockstep._lightning import _IndexBatchSamplerWrapper
+from lightning_lockstep._lightning import _IndexBatchSamplerWrapper, sized_len
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import length_of, loader_with
+from lightning_lockstep.steps.patching import loader_with
 from lightning_lockstep.steps.sample_numbers import BatchPlace
 from lightning_lockstep.steps.snapshot import kept_generators, mixed, seed_generators
 
@@ -90,7 +90,7 @@ def drawn(sampler: Any, most: int) -> Order:
     # `most`: more than that a sampler gives only if it is endless.
     if type(sampler) is SequentialSampler:
         return numpy.arange(len(sampler))
-    declared = length_of(sampler)
+    declared = sized_len(sampler)
     items = list(islice(sampler, most + 1) if declared is None else sampler)
     if declared is None and len(items) > most:
         raise ConfigurationError(
@@ -237,7 +237,7 @@ class GlobalBatches(Sampler[Any]):
         for generator, state in zip(generators, (resumed and resumed[1]) or (), strict=False):
             generator.set_state(state)
         self.drawn_from = [generator.get_state() for generator in generators]
-        most = _TOO_MANY * (length_of(self._dataset) or 0) + 1_000_000
+        most = _TOO_MANY * (sized_len(self._dataset) or 0) + 1_000_000
         with kept_generators():  # all ranks draw the same
             seed_generators(self._seed + self.epoch)
             self._order = drawn(self.source, most)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_lockstep._lightning import Callback, CombinedLoader, TrainerFn, _set_sampler_epoch
+from lightning_lockstep._lightning import Callback, CombinedLoader, TrainerFn, _set_sampler_epoch, sized_len
 from lightning_lockstep._text import counted
 from lightning_lockstep._trainer import asks_for_training_loader, limited_batches
 from lightning_lockstep.distributed import current_communicator
@@ -37,7 +37,6 @@ from lightning_lockstep.steps.patching import (
     LoaderAround,
     batch_size_of,
     do_nothing,
-    length_of,
     loader_with,
     put_in_place,
 )
@@ -149,13 +148,13 @@ class LoaderPosition(Callback):
         if resume.device is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.set_rng_state(resume.device)
         loaders = _loaders(trainer)
-        self._lengths = [length_of(loader) for loader in loaders]
+        self._lengths = [sized_len(loader) for loader in loaders]
         if self._begins_again:
             iter(trainer.fit_loop._data_fetcher)
         combined = trainer.fit_loop._combined_loader
         if resume.within_epoch and combined._mode == "max_size_cycle":
             for number, loader in enumerate(loaders):  # Lightning has not seen those that have ended.
-                ended = (length_of(loader) or math.inf) < resume.batches
+                ended = (sized_len(loader) or math.inf) < resume.batches
                 combined._iterator._consumed[number] |= ended
         if (resume.within_epoch or resume.point.no_batches_left) and resume.same_ranks:
             for loader, record in zip(loaders, resume.records, strict=False):
@@ -174,7 +173,7 @@ class LoaderPosition(Callback):
             if parts.drawn_for != parts.epoch:  # workers may have asked for the first batches already
                 parts.draw()
         before = list(combined.limits or ())
-        lengths = [length_of(loader) for loader in combined.flattened]
+        lengths = [sized_len(loader) for loader in combined.flattened]
         now = [math.inf if one is None else limited_batches(trainer, one) for one in lengths]
         if self._lengths is not None and self._lengths != lengths and before:
             validates_at_end = trainer.val_check_batch == loop.max_batches
@@ -272,7 +271,7 @@ class _Resumable(LoaderAround):
     def __iter__(self) -> Iterator[Any]:
         # This runs when the first batch is asked for, which without workers is after the start of the training.
         (seen, states), self.resumes_at = self.resumes_at, (0, None)
-        several, length = current_communicator().world_size > 1, length_of(self._loader)
+        several, length = current_communicator().world_size > 1, sized_len(self._loader)
         if length and seen:  # next to a longer loader it may have begun several times
             seen = (seen - 1) % length + 1
         with kept_generators() if several or states else nullcontext():

@@ -105,11 +105,3 @@ def batch_size_of(loader: Any) -> int | None:
     """Return the batch size of a loader, or None if it has none."""
     size = getattr(loader, "batch_size", None)
     return size if isinstance(size, int) else None
-
-
-def length_of(loader: Any) -> int | None:
-    """Return how many batches a loader says it has, or None if it has no length."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
