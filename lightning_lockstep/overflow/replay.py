@@ -16,7 +16,7 @@ from lightning_lockstep.numerics.statistics import module_names
 from lightning_lockstep.overflow.frames import FrameRecorder, Producer
 from lightning_lockstep.steps.capabilities import capabilities_of
 from lightning_lockstep.steps.isolated_step import from_a_state, run_forward_backward
-from lightning_lockstep.steps.patching import put_in_place, replaced
+from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.steps.snapshot import BufferCopies, RandomState
 
 # -- Which modules have to run in float32, found by trying them on the batch that failed --
@@ -190,16 +190,18 @@ def replay(
     step = partial(_called_by, module, record.function) if recorder.divided else record.function
     with ExitStack() as stack:
         strategy: Any = trainer.strategy
-        if hasattr(strategy, "weights"):
-            stack.enter_context(replaced(strategy.weights, weight=record.weight))
         if record.device_seed is not None:
             stack.callback(strategy.set_device_seed, strategy.device_seed())
             strategy.set_device_seed(record.device_seed)
-        answers = stack.enter_context(
-            from_a_state(
-                trainer, module, record.random, record.buffers.restore, answer_collectives=answer_collectives
-            )
+        began = from_a_state(
+            trainer,
+            module,
+            record.random,
+            record.buffers.restore,
+            weight=record.weight,
+            answer_collectives=answer_collectives,
         )
+        answers = stack.enter_context(began)
         stack.enter_context(recorder.recording())
         recorder.check_batch(record.args[0] if record.args else None)
         run_forward_backward(

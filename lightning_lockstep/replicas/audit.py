@@ -18,7 +18,7 @@ import io
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,6 @@ from lightning_lockstep.steps.isolated_step import (
     run_forward_backward,
     step_arguments,
 )
-from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import RandomState
 
 # How often every rank runs a batch on which two did not agree, which shows a step that is not deterministic.
@@ -154,10 +153,7 @@ class Audit:
                 for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
 
-        weights = getattr(trainer.strategy, "weights", None)
-        # The weight of this rank's own last loss is not that of another rank's batch.
-        as_it_is = nullcontext() if weights is None else replaced(weights, weight=1.0)
-        with as_it_is, _no_timed_kernels(), from_a_state(trainer, module, random, restore_buffers):
+        with _no_timed_kernels(), from_a_state(trainer, module, random, restore_buffers):
             step = partial(module.training_step, *arguments)
             run_forward_backward(trainer, module, step, around_backward=keep, place=place)
             named = {f"loss {number}": loss for number, loss in enumerate(losses)}

@@ -86,6 +86,7 @@ def from_a_state(
     random: RandomState,
     restore_buffers: Callable[[], None],
     *,
+    weight: float = 1.0,  # by which a strategy of this package multiplies the loss
     answer_collectives: bool = True,
 ) -> Iterator[LocalAnswers]:
     """Isolate the body as :func:`isolated` does, start it from a state, and restore what it changes."""
@@ -98,6 +99,8 @@ def from_a_state(
         random.restore()
         restore_buffers()
         answers = stack.enter_context(isolated(trainer, module, answer_collectives=answer_collectives))
+        if (weights := getattr(trainer.strategy, "weights", None)) is not None:
+            weights.weight = weight  # `isolated` restores it
         stack.enter_context(torch.enable_grad())
         yield answers
 
