@@ -7,7 +7,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -41,30 +41,41 @@ def seed_generators(key: int) -> None:
     numpy.random.seed(key & 0xFFFFFFFF)
 
 
-def exchange_generators(torch_state: Tensor, python_state: Any, numpy_bits: Any) -> tuple[Tensor, Any, Any]:
-    """Give the global generators of torch (on the CPU), Python and numpy these states, and return those they had."""
-    # numpy's whole bit generator is exchanged, because copying its state is slow. Only the second of a pair of normal
-    # numbers, which numpy keeps elsewhere, is lost.
-    before = torch.get_rng_state(), random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
-    torch.set_rng_state(torch_state)
-    random.setstate(python_state)
-    numpy.random.set_bit_generator(numpy_bits)  # type: ignore[attr-defined]
-    return before
+class OwnNumbers:
+    """Random numbers of a seed, which the global generators of torch (on the CPU), Python and numpy give in `used`."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._torch = torch.Generator().manual_seed(seed).get_state()
+        self._python: Any = random.Random(seed).getstate()
+        self._numpy: Any = numpy.random.MT19937(seed)
+        self.is_used = False
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Draw these numbers in the body, each time the next ones, and leave the generators as they were."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        self.is_used = not self.is_used
+        # numpy's whole bit generator is exchanged, because copying its state is slow. Only the second of a pair of
+        # normal numbers, which numpy keeps elsewhere, is lost.
+        before = torch.get_rng_state(), random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        numpy.random.set_bit_generator(self._numpy)  # type: ignore[attr-defined]
+        self._torch, self._python, self._numpy = before
 
 
-_bits = numpy.random.MT19937(0)
+_numbers = OwnNumbers()  # because to make numpy's takes half a millisecond
 
 
-@contextmanager
-def kept_generators() -> Iterator[None]:
-    """Restore the global generators of torch (on the CPU), Python and numpy after the body."""
-    is_within = numpy.random.get_bit_generator() is _bits  # type: ignore[attr-defined]
-    bits = numpy.random.MT19937(0) if is_within else _bits
-    before = exchange_generators(torch.get_rng_state(), random.getstate(), bits)
-    try:
-        yield
-    finally:
-        exchange_generators(*before)
+def kept_generators() -> AbstractContextManager[None]:
+    """Restore the global generators of torch (on the CPU), Python and numpy after the body, which seeds them."""
+    return (OwnNumbers() if _numbers.is_used else _numbers).used()
 
 
 @contextmanager
