@@ -144,12 +144,9 @@ class EngineState:
         elif isinstance(value, (tuple, frozenset)):
             yield from value
         if _is_engines(value):
-            yield from self._keep_attributes(value)
-
-    def _keep_attributes(self, value: Any) -> Iterator[Any]:
-        attributes = dict(vars(value))
-        self._put_back.append(partial(_refill, vars(value), attributes))
-        yield from (each for name, each in attributes.items() if name not in _LEFT_OUT)
+            attributes = dict(vars(value))
+            self._put_back.append(partial(_refill, vars(value), attributes))
+            yield from (each for name, each in attributes.items() if name not in _LEFT_OUT)
 
     def _keep_tensor(self, tensor: Tensor) -> Iterator[Any]:
         attributes = dict(vars(tensor))

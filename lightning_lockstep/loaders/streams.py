@@ -13,7 +13,7 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_lockstep.loaders.global_order import seed_of_run
-from lightning_lockstep.steps.patching import LoaderAround, loader_with
+from lightning_lockstep.steps.patching import LoaderAround, loader_with, replaced
 from lightning_lockstep.steps.snapshot import OwnNumbers
 
 # Classes and functions that divide samples among the ranks themselves: data sets, data pipes, a stage of webdataset.
@@ -173,18 +173,13 @@ class _WholeStream:
             yield
 
 
-@contextmanager
-def _as_only_worker(dataset: Any, seed: int) -> Iterator[None]:
+def _as_only_worker(dataset: Any, seed: int) -> AbstractContextManager[None]:
     """Let ``get_worker_info`` report a single worker, if this process is a worker: data sets divide samples by it."""
     # Only a private name sets what it returns.
     holder: Any = torch.utils.data._utils.worker
     info = holder._worker_info
-    if info is not None:
-        holder._worker_info = type(info)(id=0, num_workers=1, seed=seed, dataset=dataset)
-    try:
-        yield
-    finally:
-        holder._worker_info = info
+    alone = info and type(info)(id=0, num_workers=1, seed=seed, dataset=dataset)
+    return replaced(holder, _worker_info=alone)
 
 
 def _begin_worker(begin: Callable[[int], None], number: int) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -183,12 +183,10 @@ class StepWeights:
             yield loss if self.weight == 1.0 else loss * self.weight
             return
         # The backward of a mean over no items divides zero by zero, and nan times zero is nan.
-        handles = [node.register_prehook(_zeros) for node in _own_nodes(loss)]
-        try:
+        with ExitStack() as stack:
+            for node in _own_nodes(loss):
+                stack.callback(node.register_prehook(_zeros).remove)  # nodes that add up gradients stay
             yield loss
-        finally:
-            for handle in handles:  # nodes that add up gradients stay
-                handle.remove()
 
     def correcting(self, closure: Callable[[], Any], optimizer: Any, communicator: Communicator) -> Any:
         """Run a closure, then divide the gradients by what the whole optimizer step has counted. Ranks: all."""

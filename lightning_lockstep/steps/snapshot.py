@@ -7,7 +7,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -258,14 +258,12 @@ class Part(Protocol):
     def restore(self) -> None: ...
 
 
-@contextmanager
-def restored(*parts: Part) -> Iterator[None]:
+def restored(*parts: Part) -> AbstractContextManager[Any]:
     """Restore several parts, in reverse order, when the body ends."""
-    try:
-        yield
-    finally:
-        for part in reversed(parts):
-            part.restore()
+    stack = ExitStack()
+    for part in parts:
+        stack.callback(part.restore)
+    return stack
 
 
 def whole_run(

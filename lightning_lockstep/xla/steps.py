@@ -13,7 +13,7 @@ from torchmetrics import Metric
 
 from lightning_lockstep._lightning import CPUAccelerator, HalfPrecision, MixedPrecision, Precision
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import put_in_place
+from lightning_lockstep.steps.patching import put_in_place, replaced
 
 # -- Gradients of XLA devices, as what comes after a backward expects them --
 
@@ -123,14 +123,10 @@ def _reading(results: Any, trainer: Any) -> Callable[[bool], Any]:
     def metrics(on_step: bool) -> Any:
         if not on_step or _logs_this_step(trainer):
             return read_all(on_step)
-        shown = [value.meta for value in results.values() if value.meta.prog_bar]
-        try:
-            for meta in shown:
-                meta.prog_bar = False
+        with ExitStack() as stack:
+            for value in results.values():
+                stack.enter_context(replaced(value.meta, prog_bar=False))
             return read_all(on_step)
-        finally:
-            for meta in shown:
-                meta.prog_bar = True
 
     return metrics
 
