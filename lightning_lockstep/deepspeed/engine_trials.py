@@ -19,7 +19,7 @@ from lightning_lockstep.deepspeed.config_parsing import is_given, section
 from lightning_lockstep.deepspeed.engine import LossScaleHistory
 from lightning_lockstep.deepspeed.engine_adapters import adapter_of
 from lightning_lockstep.steps.isolated_step import gradients_apart
-from lightning_lockstep.steps.patching import replaced
+from lightning_lockstep.steps.patching import assigned, replaced
 from lightning_lockstep.steps.snapshot import StoredCopies
 
 # -- Forward and backward passes that DeepSpeed's engine does not notice, as a replay or a trial needs them
@@ -30,15 +30,12 @@ def without_engine(strategy: Any, module: LightningModule, engine: Any) -> Itera
     """Let the strategy's forward and backward be those of torch, in the precision that the engine would use."""
     # In stages 0 to 2 of ZeRO gradients are kept apart. In stage 3 parameters are gathered module by module as in
     # training, by all ranks together; their gradients are computed and let go. Either way none reaches the engine.
-    plugin, divided = strategy.precision_plugin, engine.zero_optimization_partition_weights()
-    with (
-        _divided_parameters(module, engine) if divided else gradients_apart(module.parameters(), hooks=False)
-    ):
-        strategy.precision_plugin = PlainPrecision(plugin, engine)
-        try:
-            yield
-        finally:
-            strategy.precision_plugin = plugin
+    precision = PlainPrecision(strategy.precision_plugin, engine)
+    apart = gradients_apart(module.parameters(), hooks=False)
+    if engine.zero_optimization_partition_weights():
+        apart = _divided_parameters(module, engine)
+    with apart, assigned(strategy, precision_plugin=precision):
+        yield
 
 
 @contextmanager

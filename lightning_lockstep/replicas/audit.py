@@ -42,6 +42,7 @@ from lightning_lockstep.steps.isolated_step import (
     run_forward_backward,
     step_arguments,
 )
+from lightning_lockstep.steps.patching import assigned
 from lightning_lockstep.steps.snapshot import RandomState
 
 # How often every rank runs a batch on which two did not agree, which shows a step that is not deterministic.
@@ -153,7 +154,9 @@ class Audit:
                 for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
 
-        with _no_timed_kernels(), from_a_state(trainer, module, random, restore_buffers):
+        # cuDNN must not measure which algorithm is fastest: equal GPUs may get different ones, with other bits.
+        no_timed_kernels = assigned(torch.backends.cudnn, benchmark=False, deterministic=True)
+        with no_timed_kernels, from_a_state(trainer, module, random, restore_buffers):
             step = partial(module.training_step, *arguments)
             run_forward_backward(trainer, module, step, around_backward=keep, place=place)
             named = {f"loss {number}": loss for number, loss in enumerate(losses)}
@@ -248,18 +251,6 @@ def _attempt(function: Callable[[], _Value], otherwise: Any = None) -> tuple[_Va
         return function(), ""
     except Exception as error:  # raised by the user's step: the other ranks wait in a collective
         return otherwise, f"{type(error).__name__}: {first_line(error)}"
-
-
-@contextmanager
-def _no_timed_kernels() -> Iterator[None]:
-    """Keep cuDNN from measuring which algorithm is fastest: equal GPUs may get different ones, with other bits."""
-    cudnn = torch.backends.cudnn
-    before = cudnn.benchmark, cudnn.deterministic
-    cudnn.benchmark, cudnn.deterministic = False, True
-    try:
-        yield
-    finally:
-        cudnn.benchmark, cudnn.deterministic = before
 
 
 def _kind_of(device: torch.device) -> str:

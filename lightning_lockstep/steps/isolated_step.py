@@ -31,7 +31,7 @@ from lightning_lockstep._lightning import (
 from lightning_lockstep.distributed.ddp_reducer import ddp_of
 from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import do_nothing, replaced
+from lightning_lockstep.steps.patching import assigned, do_nothing, replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, Gradients, ModuleAttributes, RandomState, restored
 
 
@@ -73,10 +73,8 @@ def isolated(
             stack.enter_context(replaced(strategy, broadcast=lambda obj, *args, **kwargs: obj))
             answers = stack.enter_context(local_collectives())
         loggers = [DummyLogger()] if run.loggers else []
-        for name, value in (("callbacks", []), ("loggers", loggers), ("profiler", PassThroughProfiler())):
-            stack.callback(setattr, run, name, getattr(run, name))
-            setattr(run, name, value)
-        yield answers
+        with assigned(run, callbacks=[], loggers=loggers, profiler=PassThroughProfiler()):
+            yield answers
 
 
 @contextmanager
@@ -221,17 +219,13 @@ def _exchange(one: Tensor, other: Tensor) -> None:
     torch._C._swap_tensor_impl(one, other)
 
 
-@contextmanager
-def on_plain_module(strategy: Strategy) -> Iterator[None]:
+def on_plain_module(strategy: Strategy) -> AbstractContextManager[None]:
     """Make the strategy run the LightningModule itself instead of its wrapper in the body."""
     # Whatever the strategy does around the forward of its wrapper, it still does.
-    wrapped, module = strategy.model, strategy.lightning_module
-    if module is not None and wrapped is not module:
-        strategy.model = _NotDistributed(module)
-    try:
-        yield
-    finally:
-        strategy.model = wrapped
+    module = strategy.lightning_module
+    if module is None or strategy.model is module:
+        return nullcontext()
+    return assigned(strategy, model=_NotDistributed(module))
 
 
 class _NotDistributed(nn.Module):

@@ -64,6 +64,19 @@ def replaced(owner: object, /, **values: object) -> Iterator[None]:
             put_back()
 
 
+@contextmanager
+def assigned(owner: Any, /, **values: object) -> Iterator[None]:
+    """Assign these attributes of ``owner``, properties too, while the body runs."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 def do_nothing(*args: Any, **kwargs: Any) -> None:
     """Stand for a function; unlike a lambda it can be pickled, with what has it."""
 
