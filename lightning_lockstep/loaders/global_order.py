@@ -398,11 +398,6 @@ def divided(loader: Any, share: Share) -> Any:
     return seeded_by_sample(made, seed_of_run()) if share.by_sample else made
 
 
-def in_global_order(loader: Any, accumulated: int) -> Any:
-    """Return a training loader of a single process that gives its samples in the order of several ranks."""
-    return divided(loader, Share(0, 1, True, accumulated))
-
-
 def check_the_same(found: Sequence[dict[str, Any]]) -> None:
     """Raise unless the loaders of all ranks are the same in what each says of its own."""
     names = dict.fromkeys(name for one in found for name in one)

@@ -30,7 +30,14 @@ from lightning_lockstep._lightning import Callback, CombinedLoader, TrainerFn, _
 from lightning_lockstep._text import counted
 from lightning_lockstep._trainer import asks_for_training_loader, limited_batches
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.loaders.global_order import GlobalBatches, generators_of, parts_of, seed_of_run
+from lightning_lockstep.loaders.global_order import (
+    GlobalBatches,
+    Share,
+    divided,
+    generators_of,
+    parts_of,
+    seed_of_run,
+)
 from lightning_lockstep.loaders.resume_point import ResumePoint, go_on, settle_counters
 from lightning_lockstep.steps.patching import (
     STATEFUL,
@@ -56,7 +63,9 @@ _NOTHING = object()
 class LoaderPosition(Callback):
     """Saves where the training loaders of every rank are, and what Lightning leaves out, and continues there."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, divides: bool = False) -> None:
+        # `divides`: if the strategy is none of this package, a single process gets the order of several ranks.
+        self._divides = divides
         self._trainer: Any = None
         self._resume: _Resume | None = None
         self._steps_plateaus, self._begins_again = False, False
@@ -78,11 +87,13 @@ class LoaderPosition(Callback):
             put_in_place(trainer.strategy, "process_dataloader", partial(self._process_dataloader, process))
 
     def _process_dataloader(self, process: Callable[[object], object], loader: object) -> object:
-        made = process(loader)
-        if asks_for_training_loader(self._trainer):
+        made, trainer = process(loader), self._trainer
+        if asks_for_training_loader(trainer):
+            if self._divides and not hasattr(trainer.strategy, "divides_loaders"):
+                made = divided(made, Share(0, 1, True, trainer.accumulate_grad_batches))
             made = self._with_position(made)
             if self._resume is not None:
-                self._resume.asked_for(made, self._trainer)
+                self._resume.asked_for(made, trainer)
         return made
 
     def _with_position(self, loader: Any) -> Any:
