@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ Part = Literal["data loading", "forward and backward", "callbacks"]
 PARTS: tuple[Part, ...] = ("data loading", "forward and backward", "callbacks")
 
 
+@cache
 def part_of_action(action: str) -> Part | None:
     """Return what an action belongs to, by the name that Lightning's profilers know it by."""
     if action.startswith("[Callback]"):  # such as "[Callback]ModelCheckpoint{...}.on_train_batch_end"
@@ -71,8 +73,8 @@ class OwnStep(NamedTuple):
 class StepTimer:
     """Measures the steps of this rank with a few reads of a clock each."""
 
-    # ``enter`` and ``leave`` are called for each action of the Trainer that belongs to a part; what runs inside another
-    # such action counts for that one.
+    # ``enter`` and ``leave`` are called for each action of the Trainer. What runs inside an action that belongs to a
+    # part counts for that action.
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -92,8 +94,9 @@ class StepTimer:
         """Measure nothing until :meth:`end`: what follows is no training step."""
         self._begin = None
 
-    def enter(self, action: str, part: Part) -> None:
-        if not self._open:
+    def enter(self, action: str) -> None:
+        part = part_of_action(action)
+        if part is not None and not self._open:
             self._open, self._open_part, self._since = action, part, time.perf_counter()
 
     def leave(self, action: str) -> None:
