@@ -314,36 +314,30 @@ class BufferCopies:
         # These include buffers that are None, which named_buffers() leaves out.
         parts = [part for part in module.modules() if not isinstance(part, but)]
         self._places = [(part, name) for part in parts for name in part._buffers]
-        self._owners: list[tuple[nn.Module, str]] = []
-        self._originals: list[Tensor] = []
+        self._kept: dict[tuple[nn.Module, str], Tensor] = {}  # the buffers, by where they are
         self._copies: list[Tensor] = []
         self._versions: list[int] = []
         self.refresh()
 
     def refresh(self) -> None:
         """Make the copies equal to the buffers as they are now."""
-        if not self._places:
-            return
-        at_places = [part._buffers.get(name) for part, name in self._places]
-        now = [b for b in at_places if b is not None and not b.is_meta]
-        if len(now) != len(self._originals) or any(
-            a is not b for a, b in zip(now, self._originals, strict=True)
-        ):
-            held = {id(buffer) for buffer in now}
-            self._owners = [place for place, b in zip(self._places, at_places, strict=True) if id(b) in held]
-            self._originals = now
-            self._copies = [b.detach().clone() for b in now]
-        else:
-            stale = [
-                i for i, b in enumerate(now) if b.numel() <= self._smallest or b._version != self._versions[i]
-            ]
-            if stale:
-                with torch.no_grad():
-                    torch._foreach_copy_([self._copies[i] for i in stale], [now[i] for i in stale])
+        there = {
+            (part, name): buffer
+            for part, name in self._places
+            if (buffer := part._buffers.get(name)) is not None and not buffer.is_meta
+        }
+        now = list(there.values())
+        if list(map(id, now)) != list(map(id, self._kept.values())):
+            self._kept, self._copies = there, [b.detach().clone() for b in now]
+        elif stale := [
+            i for i, b in enumerate(now) if b.numel() <= self._smallest or b._version != self._versions[i]
+        ]:
+            with torch.no_grad():
+                torch._foreach_copy_([self._copies[i] for i in stale], [now[i] for i in stale])
         self._versions = [b._version for b in now]
 
     def restore(self) -> None:
         """Give the buffers the values that they had at the last refresh."""
-        for (module, name), buffer, values in zip(self._owners, self._originals, self._copies, strict=True):
+        for ((module, name), buffer), values in zip(self._kept.items(), self._copies, strict=True):
             # Directly, because the module may override `__setattr__`.
             module._buffers[name] = _with_values(buffer, values)
