@@ -96,7 +96,6 @@ class PlainPrecision(Precision):
 # object of DeepSpeed that can be reached from the engine is remembered with its attributes, every list and
 # dictionary with what is in it, and every tensor with the memory that it stood for.
 
-_CONTAINERS = (list, deque, set, dict)
 # What these attributes lead to is not the state of a step: that of the module is kept elsewhere, and a bucket (up to
 # some GB, of which a small model touches a part) is written before it is read.
 _LEFT_OUT = {"buffer", "module", "_modules"}
@@ -133,27 +132,25 @@ class EngineState:
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
             yield from self._keep_tensor(value)
-            return
-        if isinstance(value, _CONTAINERS):
-            contents = dict(value) if isinstance(value, dict) else list(value)
+        elif isinstance(value, dict):
+            contents = dict(value)
             self._put_back.append(partial(_refill, value, contents))
-            yield from (*contents.keys(), *contents.values()) if isinstance(contents, dict) else contents
+            yield from (*contents, *(each for name, each in contents.items() if name not in _LEFT_OUT))
+        elif isinstance(value, (list, deque, set)):
+            self._put_back.append(partial(_refill, value, list(value)))
+            yield from value
         elif isinstance(value, (tuple, frozenset)):
             yield from value
-        if _is_engines(value):
-            attributes = dict(vars(value))
-            self._put_back.append(partial(_refill, vars(value), attributes))
-            yield from (each for name, each in attributes.items() if name not in _LEFT_OUT)
+        if isinstance(value, Tensor) or _is_engines(value):
+            yield vars(value)
 
     def _keep_tensor(self, tensor: Tensor) -> Iterator[Any]:
-        attributes = dict(vars(tensor))
         data, grad, flag = tensor.detach(), tensor.grad if tensor.is_leaf else None, tensor.requires_grad
-        self._put_back.append(partial(_reattach, tensor, data, grad, flag, attributes))
+        self._put_back.append(partial(_reattach, tensor, data, grad, flag))
         storage = tensor.untyped_storage()
         if storage.nbytes() and tensor.device.type != "meta":
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             self._memory.setdefault(storage.data_ptr(), flat)
-        yield from attributes.values()
         if grad is not None:
             yield grad
 
@@ -169,14 +166,11 @@ def _refill(container: Any, contents: Any) -> None:
     container.extend(contents) if isinstance(container, (list, deque)) else container.update(contents)
 
 
-def _reattach(
-    tensor: Tensor, data: Tensor, grad: Tensor | None, flag: bool, attributes: dict[str, Any]
-) -> None:
+def _reattach(tensor: Tensor, data: Tensor, grad: Tensor | None, flag: bool) -> None:
     tensor.data = data
     if tensor.is_leaf:
         tensor.grad = grad
         tensor.requires_grad_(flag)
-    _refill(vars(tensor), attributes)
 
 
 # -- Steps that DeepSpeed's engine makes on one rank alone, to see whether a batch fits into memory --
