@@ -113,14 +113,11 @@ def _inside(name: str, container: str) -> bool:
 
 @contextmanager
 def _in_float32(modules: Sequence[nn.Module]) -> Iterator[None]:
-    changed = [module for module in modules if not runs_in_fp32(module)]
-    try:
-        for module in changed:
-            run_in_fp32(module)
+    with ExitStack() as stack:
+        for module in modules:
+            if not runs_in_fp32(module):
+                stack.callback(undo_run_in_fp32, run_in_fp32(module))
         yield
-    finally:
-        for module in changed:
-            undo_run_in_fp32(module)
 
 
 #: Advice if the value was made in ``training_step``, or in the module's own backward.
