@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -44,22 +44,21 @@ def _divided_parameters(module: LightningModule, engine: Any) -> Iterator[None]:
 
     def backward(loss: Tensor, *args: Any, gradient: Tensor | None = None, **kwargs: Any) -> None:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        # After all other hooks of a parameter, so that the whole gradients are never in memory together.
-        # Zeros of the same shape take no memory.
-        handles = [
-            parameter.register_hook(lambda gradient: gradient.new_zeros(()).expand_as(gradient))  # type: ignore[no-untyped-call]
-            for parameter in parameters
-        ]
-        try:
+        with ExitStack() as stack:
+            # After all other hooks of a parameter, so that the whole gradients are never in memory together.
+            for parameter in parameters:
+                stack.callback(parameter.register_hook(_zeros_like).remove)  # type: ignore[no-untyped-call]
             # Unlike backward() it runs none of the hooks by which gradients are reduced.
             torch.autograd.grad(loss, parameters, gradient, allow_unused=True)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     with replaced(module, backward=backward):
         yield
     engine.empty_partition_cache()  # parameters stay whole if no backward runs through their module
+
+
+def _zeros_like(gradient: Tensor) -> Tensor:
+    """Return zeros of the same shape that take no memory."""
+    return gradient.new_zeros(()).expand_as(gradient)
 
 
 class PlainPrecision(Precision):
