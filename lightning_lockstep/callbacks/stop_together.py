@@ -281,7 +281,7 @@ class StopTogether(EndsWithRun):
             self._file.look()
         self.decision = self._agreement.passed() or self.decision
         # In the middle of an optimizer step the accumulated gradients would be lost.
-        if self.decision is not None and _completes_optimizer_step(trainer):
+        if self.decision is not None and not trainer.fit_loop._should_accumulate():
             self._leave(trainer, self.decision)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -351,12 +351,3 @@ class StopTogether(EndsWithRun):
     def _warn(self, trainer: Any, text: str) -> None:
         if trainer.is_global_zero:
             _log.warning("%s (epoch %d, optimizer step %d)", text, trainer.current_epoch, trainer.global_step)
-
-
-def _completes_optimizer_step(trainer: Any) -> bool:
-    """Return whether the batch that has just ended was the last one of its optimizer step."""
-    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    if batches % trainer.accumulate_grad_batches == 0:
-        return True
-    is_last = batches >= trainer.num_training_batches
-    return is_last and not trainer.strategy.handles_gradient_accumulation
