@@ -89,6 +89,9 @@ from lightning.pytorch.utilities.parsing import (
     _lightning_get_all_attr_holders as _lightning_get_all_attr_holders,
 )
 from lightning.pytorch.utilities.seed import isolate_rng as isolate_rng
+from lightning.pytorch.utilities.signature_utils import (
+    is_param_in_hook_signature as is_param_in_hook_signature,
+)
 
 PYTORCH: str
 FABRIC: str

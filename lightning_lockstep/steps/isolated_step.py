@@ -8,7 +8,6 @@ they change.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +26,7 @@ from lightning_lockstep._lightning import (
     Trainer,
     _AutomaticOptimization,
     _ManualOptimization,
+    is_param_in_hook_signature,
 )
 from lightning_lockstep.distributed.ddp_reducer import ddp_of
 from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
@@ -105,14 +105,11 @@ def from_a_state(
 
 def step_arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:
     """Return the arguments of a step: the batch, and its index if the step takes it."""
-    # `fully_shard` wraps the step in another method, for which `signature` would leave out one parameter too many.
-    parameters = inspect.signature(inspect.unwrap(step)).parameters
-    if "dataloader_iter" in parameters:
+    if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
         raise ConfigurationError(
             "a step that takes dataloader_iter fetches its own batches: expected one that is given a batch"
         )
-    several = len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-    return [batch, index] if several else [batch]
+    return [batch, index] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else [batch]
 
 
 def run_step(
