@@ -65,7 +65,7 @@ class Detection:
         self._unread: list[StepRecord] = []  # the steps since the last look
         self._last: StepRecord | None = None  # set if some steps may be unchecked when the fit ends
         self._steps = 0  # of the optimizer, so far
-        self._watch = _ActivationWatch(module, settings) if settings.mode == "hooks" else None
+        self._watch = _ActivationWatch(module, settings)
         # Below the distributed wrapper and inside autocast.
         original = module.training_step
 
@@ -76,13 +76,12 @@ class Detection:
         self._put_back = put_in_place(module, "training_step", training_step)
 
     def remove(self) -> None:
-        if self._watch is not None:  # first: its hook is one of the whole process
-            self._watch.remove()
+        self._watch.remove()  # first: its hook is one of the whole process
         self._put_back()
 
     def paused(self) -> AbstractContextManager[None]:
         """Return a context in which outputs of modules are not those of the step, as in a replay."""
-        return nullcontext() if self._watch is None else replaced(self._watch, active=False)
+        return replaced(self._watch, active=False)
 
     # -- what is recorded --------------------------------------------------------------------------------
 
@@ -99,8 +98,7 @@ class Detection:
         self.record.place = place_of(trainer.strategy, [*args, *kwargs.values()][0])
         if self._seeded is not None:
             self.record.device_seed = self._seeded.device_seed()
-        if self._watch is not None:
-            self._watch.begin_step()
+        self._watch.begin_step()
         if occasion.batch_number not in self._settings.trace_batch_nums:
             return nullcontext()
         divided = is_divided(trainer)
@@ -118,17 +116,15 @@ class Detection:
             return
         record.loss = loss.detach().clone()
         flags = [] if self._settings.allowed.match("loss") else [record.loss]
-        if self._watch is not None:
-            record.activation_flag = self._watch.flag()
-            self._watch.active = False
-            flags += [] if record.activation_flag is None else [record.activation_flag]
+        record.activation_flag = self._watch.flag()
+        self._watch.active = False
+        flags += [] if record.activation_flag is None else [record.activation_flag]
         if self._spreads and loss.requires_grad and self._tracing is None:
             loss.register_hook(functools.partial(_spread_bad_values, flags))  # type: ignore[no-untyped-call]
 
     def after_backward(self) -> None:
         """Watch activations again: with manual optimization another forward may follow."""
-        if self._watch is not None and not self._module.automatic_optimization:
-            self._watch.active = True
+        self._watch.active = not self._module.automatic_optimization
 
     # -- what is looked at -------------------------------------------------------------------------------
 
@@ -150,7 +146,7 @@ class Detection:
         record, self.record = self.record, None
         if record is None:
             return
-        if self._watch is not None or self._every > 1:
+        if self._settings.mode == "hooks" or self._every > 1:
             self._last = record
         if not record.optimizer_steps and self._tracing is None:
             # Bad gradients stay bad until the optimizer steps: the first micro-batch after which they are made them so.
@@ -241,7 +237,7 @@ def _spread_bad_values(flags: Sequence[Tensor], gradient: Tensor) -> Tensor:
 
 
 class _ActivationWatch:
-    """Notes lowest and highest value of every output of a step; nothing is sent, and on a GPU nothing waited for."""
+    """With ``mode="hooks"`` notes lowest and highest value of each output of a step; no GPU is waited for."""
 
     # One hook for all modules of the process, and none on those of the model: a copy of the model, or one that is
     # loaded from a pickle, would keep it.
@@ -252,10 +248,11 @@ class _ActivationWatch:
         self._allowed = settings.allowed
         self._device = torch.empty(0, device=module.device).device  # with its index
         self._names = {m: name for m, name in module_names(module).items() if settings.watched.match(name)}
-        self._handle = register_module_forward_hook(self._called)
+        self._handles = [register_module_forward_hook(self._called)] if settings.mode == "hooks" else []
 
     def remove(self) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
     def begin_step(self) -> None:
         """Forget the last step and watch from here on."""
