@@ -175,7 +175,7 @@ def _is_known(leaf: Any) -> bool:
 
 
 class BatchRecorder:
-    def __init__(self, trainer: Any, every_n_steps: int) -> None:
+    def __init__(self, trainer: Any, every_n_steps: int, *, active: bool) -> None:
         self._every = every_n_steps
         combined = trainer.fit_loop._combined_loader
         loaders = combined.flattened
@@ -184,9 +184,8 @@ class BatchRecorder:
         # Ranks that share one model, as in tensor parallelism, have the same batches too.
         samplers = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
         shares = samplers.get("num_replicas", trainer.world_size)
-        self.active = (
-            self._parts == len(loaders) and not trainer.overfit_batches and shares == trainer.world_size
-        )
+        is_known = self._parts == len(loaders) and not trainer.overfit_batches
+        self.active = active and is_known and shares == trainer.world_size
 
     def take(self, batch: Any, number: int) -> None:  # of the fit
         """Look at a batch, before its step, if a check follows soon."""
