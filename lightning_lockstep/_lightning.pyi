@@ -19,6 +19,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
 from lightning.fabric.utilities import move_data_to_device as move_data_to_device
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars as convert_tensors_to_scalars
 from lightning.fabric.utilities.data import _set_sampler_epoch as _set_sampler_epoch
+from lightning.fabric.utilities.data import sized_len as sized_len
 from lightning.fabric.utilities.distributed import _destroy_dist_connection as _destroy_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed as reset_seed
@@ -80,7 +81,6 @@ from lightning.pytorch.trainer.states import TrainerStatus as TrainerStatus
 from lightning.pytorch.utilities import CombinedLoader as CombinedLoader
 from lightning.pytorch.utilities import find_shared_parameters as find_shared_parameters
 from lightning.pytorch.utilities import set_shared_parameters as set_shared_parameters
-from lightning.pytorch.utilities.data import extract_batch_size as extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException as MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as _TunerExitException
@@ -89,6 +89,9 @@ from lightning.pytorch.utilities.parsing import (
     _lightning_get_all_attr_holders as _lightning_get_all_attr_holders,
 )
 from lightning.pytorch.utilities.seed import isolate_rng as isolate_rng
+from lightning.pytorch.utilities.signature_utils import (
+    is_param_in_hook_signature as is_param_in_hook_signature,
+)
 
 PYTORCH: str
 FABRIC: str

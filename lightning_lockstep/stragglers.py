@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
+import numpy
 import torch
+from numpy.typing import NDArray
 
 from lightning_lockstep._text import plain_table, ranks_in_words
 
@@ -22,6 +24,7 @@ Part = Literal["data loading", "forward and backward", "callbacks"]
 PARTS: tuple[Part, ...] = ("data loading", "forward and backward", "callbacks")
 
 
+@cache
 def part_of_action(action: str) -> Part | None:
     """Return what an action belongs to, by the name that Lightning's profilers know it by."""
     if action.startswith("[Callback]"):  # such as "[Callback]ModelCheckpoint{...}.on_train_batch_end"
@@ -71,8 +74,8 @@ class OwnStep(NamedTuple):
 class StepTimer:
     """Measures the steps of this rank with a few reads of a clock each."""
 
-    # ``enter`` and ``leave`` are called for each action of the Trainer that belongs to a part; what runs inside another
-    # such action counts for that one.
+    # ``enter`` and ``leave`` are called for each action of the Trainer. What runs inside an action that belongs to a
+    # part counts for that action.
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -92,8 +95,9 @@ class StepTimer:
         """Measure nothing until :meth:`end`: what follows is no training step."""
         self._begin = None
 
-    def enter(self, action: str, part: Part) -> None:
-        if not self._open:
+    def enter(self, action: str) -> None:
+        part = part_of_action(action)
+        if part is not None and not self._open:
             self._open, self._open_part, self._since = action, part, time.perf_counter()
 
     def leave(self, action: str) -> None:
@@ -146,47 +150,39 @@ class StepTimer:
 Times = Mapping[int, RankTimes]  # of one step, of all ranks from which it came
 
 
-class RankSums(NamedTuple):
-    steps: int = 0
-    times: RankTimes = RankTimes(0.0, 0.0, 0.0, 0.0)
-    last: int = 0  # steps in which the others waited for it
-    lost: float = 0.0  # how long they did, on average over them [s]
-    squares: float = 0.0  # of that, step by step [s^2]
-
-    def plus(self, times: RankTimes, lost: float) -> RankSums:
-        together = RankTimes(*(a + b for a, b in zip(self.times, times, strict=True)))
-        return RankSums(
-            self.steps + 1, together, self.last + (lost > 0), self.lost + lost, self.squares + lost**2
-        )
-
-    @property
-    def mean(self) -> RankTimes | None:  # None: nothing came from it
-        return RankTimes(*(each / self.steps for each in self.times)) if self.steps else None
-
-
 class Sums:
+    """Sums over steps, of each rank."""
+
     def __init__(self, world_size: int) -> None:
         self.steps, self.seconds = 0, 0.0  # the steps and their length
-        self.ranks = [RankSums()] * world_size
+        self.times = numpy.zeros((world_size, len(RankTimes._fields)))
+        self.seen = numpy.zeros(world_size, int)  # steps of which times of the rank came
+        self.last = numpy.zeros(world_size, int)  # steps in which the others waited for the rank
+        self.lost = numpy.zeros(world_size)  # how long they did, on average over them [s]
+        self.squares = numpy.zeros(world_size)  # of that, step by step [s^2]
 
     def add(self, times: Times) -> None:
+        ranks, rows = list(times), numpy.array([*times.values()])
         self.steps += 1
-        self.seconds += statistics.median(map(sum, times.values()))
-        last = min(times, key=lambda rank: times[rank].waiting)
-        others = [of_rank.waiting for rank, of_rank in times.items() if rank != last]
-        for rank, of_rank in times.items():
-            lost = statistics.fmean(others) - of_rank.waiting if rank == last and others else 0.0
-            self.ranks[rank] = self.ranks[rank].plus(of_rank, lost)
+        self.seconds += float(numpy.median(rows.sum(axis=1)))
+        self.times[ranks] += rows
+        self.seen[ranks] += 1
+        waiting = rows[:, RankTimes._fields.index("waiting")]
+        last = int(waiting.argmin())
+        lost = numpy.delete(waiting, last).mean() - waiting[last] if len(ranks) > 1 else 0.0
+        self.last[ranks[last]] += lost > 0
+        self.lost[ranks[last]] += lost
+        self.squares[ranks[last]] += lost**2
 
     @property
-    def lost(self) -> float:
-        """How long ranks have waited, for any rank [s]."""
-        return sum(rank.lost for rank in self.ranks)
+    def means(self) -> NDArray[Any]:
+        """Mean times of a step of each rank; nan if none came from it."""
+        return self.times / numpy.where(self.seen, self.seen, math.nan)[:, None]
 
     @property
     def share(self) -> float:
         """The share of the time that was spent waiting, for any rank."""
-        return self.lost / self.seconds if self.seconds else 0.0
+        return float(self.lost.sum()) / self.seconds if self.seconds else 0.0
 
 
 # -- The decision, from sums over many steps --
@@ -218,34 +214,27 @@ def decide(sums: Sums, *, min_share: float, before: Verdict = NOBODY) -> Verdict
     """Decide whom the others wait for; a value near a limit leaves the verdict as it was ``before``."""
     # A rank is named if waiting for it costs at least ``min_share`` of the time more than waiting for each of the
     # others does on average (if all are late in turn, nobody is slow), and if this is unlikely to be chance.
-    world_size = len(sums.ranks)
-    if world_size < 2 or not sums.lost:
+    world_size, total, rank = len(sums.lost), float(sums.lost.sum()), int(sums.lost.argmax())
+    if world_size < 2 or not total:
         return NOBODY
-    rank = max(range(world_size), key=lambda one: sums.ranks[one].lost)
-    own = sums.ranks[rank]
-    more = own.lost - (sums.lost - own.lost) / (world_size - 1)
+    own = float(sums.lost[rank])
+    more = own - (total - own) / (world_size - 1)
     needed = _STILL_NAMED if before.rank == rank else 1.0
-    by_chance = math.sqrt(sum(one.squares for one in sums.ranks))
+    by_chance = math.sqrt(sums.squares.sum())
     if more < needed * min_share * sums.seconds or more < needed * _CERTAIN * by_chance:
         return NOBODY
-    slow_steps = min(own.lost**2 / own.squares, float(sums.steps))
+    slow_steps = min(own**2 / float(sums.squares[rank]), float(sums.steps))
+    # How much longer each part of its step is than that of the others.
+    longer = sums.means[rank] - numpy.nanmedian(numpy.delete(sums.means, rank, axis=0), axis=0)
     return Verdict(
         rank=rank,
-        where=_longest_part(sums, rank),
-        lost=own.lost / sums.steps,
-        share=own.lost / sums.seconds,
+        where=PARTS[int(longer[: len(PARTS)].argmax())],
+        lost=own / sums.steps,
+        share=own / sums.seconds,
         step_seconds=sums.seconds / sums.steps,
         slow_steps=round(slow_steps),
         steps=sums.steps,
     )
-
-
-def _longest_part(sums: Sums, rank: int) -> Part:
-    own = sums.ranks[rank].mean
-    others = [one.mean for other, one in enumerate(sums.ranks) if other != rank and one.mean is not None]
-    assert own is not None
-    more = [own[i] - statistics.median(each[i] for each in others) for i in range(len(PARTS))]
-    return PARTS[max(range(len(PARTS)), key=more.__getitem__)]
 
 
 # -- The verdict as the run goes on --
@@ -318,11 +307,11 @@ def change_line(window: Window, hosts: Hosts) -> str:
 def report(tracker: StragglerTracker, hosts: Hosts, missing: Collection[int] = ()) -> str:
     total, verdict = tracker.total, tracker.conclusion()
     said = "the ranks could not be compared, because they waited in none of the measured steps."
-    if total.lost and verdict.rank is None:
+    if total.lost.any() and verdict.rank is None:
         said = f"no rank stands out; the ranks waited for each other in {total.share:.0%} of the time."
-    elif total.lost:
+    elif total.lost.any():
         said = _sentence(verdict, hosts)
-    lines = [_table(total.ranks, hosts)] if total.steps else []
+    lines = [_table(total, hosts)] if total.steps else []
     if missing:
         lines += [f"StragglerMonitor: no step times came from {ranks_in_words(missing)}, which are left out."]
     return "\n".join([*lines, f"StragglerMonitor: {said}"])
@@ -333,7 +322,7 @@ def figures(window: Window) -> dict[str, float]:
     return {
         "straggler/rank": float(-1 if verdict.rank is None else verdict.rank),
         "straggler/lost_share": sums.share,
-        "straggler/lost_seconds": sums.lost / sums.steps,
+        "straggler/lost_seconds": float(sums.lost.sum()) / sums.steps,
         "straggler/step_seconds": sums.seconds / sums.steps,
     }
 
@@ -351,14 +340,13 @@ def _named(rank: int, hosts: Hosts) -> str:
     return f"rank {rank} (host {hosts[rank]})" if rank in hosts else f"rank {rank}"
 
 
-def _table(ranks: list[RankSums], hosts: Hosts) -> str:
+def _table(sums: Sums, hosts: Hosts) -> str:
     parts = ("data loading", "forward and backward", "callbacks", "waiting")
     headings = ("rank", "host", *parts, "was last", "share of lost time")
-    lost = sum(one.lost for one in ranks)
     rows = []
-    for rank, one in enumerate(ranks):
-        times = [f"{seconds * 1000:.1f}" for seconds in one.mean] if one.mean else ["-"] * 4
-        share = f"{one.lost / lost if lost else 0:.0%}"
-        rows.append((rank, hosts.get(rank, "-"), *times, one.last, share))
+    for rank, means in enumerate(sums.means):
+        times = [f"{seconds * 1000:.1f}" for seconds in means] if sums.seen[rank] else ["-"] * 4
+        share = f"{sums.lost[rank] / (sums.lost.sum() or 1):.0%}"
+        rows.append((rank, hosts.get(rank, "-"), *times, sums.last[rank], share))
     title = "StragglerMonitor: means of a step [ms], how often a rank was last"
     return f"{title}\n{plain_table(headings, rows)}"

@@ -21,8 +21,6 @@ from hydra.core.utils import _flush_loggers, configure_log, env_override, setup_
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
-from rich.syntax import Syntax
 
 import lightning_lockstep
 from lightning_lockstep._application.config_channel import ConfigChannel, Message
@@ -224,14 +222,10 @@ class _Application:
         overrides = [word for word in self.arguments.overrides if word not in groups]
         try:
             loader = Loader(search_path, name, overrides)
-            text = "".join(map(loader.help_of, groups))
-            if text and sys.stdout.isatty():
-                shown = Syntax(text, "yaml", theme="ansi_dark", background_color="default", word_wrap=True)
-                Console().print(shown)
-            else:
-                sys.stdout.write(text or loader.help(program_name(), overrides))
+            text = "".join(map(loader.help_of, groups)) or loader.help(program_name(), overrides)
         except REFUSED as error:
             _refuse([whole_message(error)])
+        sys.stdout.write(text)
 
     def _job(self) -> Program:
         """The function that Hydra calls for each job, in this process or in another."""

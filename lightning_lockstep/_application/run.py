@@ -37,22 +37,19 @@ from lightning_lockstep._lightning import (
     MLFlowLogger,
     WandbLogger,
     _MultiProcessingLauncher,
-    extract_batch_size,
     is_overridden,
     seed_everything,
 )
 from lightning_lockstep._registry import register_strategies
 from lightning_lockstep._run_folder import RunFolder
 from lightning_lockstep._text import say
-from lightning_lockstep._trainer import asks_for_training_loader, weights_as_they_are
+from lightning_lockstep._trainer import weights_as_they_are
 from lightning_lockstep.distributed.failure.record import remove_earlier_report
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.mpirun import MPIRunLauncher
 from lightning_lockstep.launchers.rank_supervisor import ran_elsewhere
-from lightning_lockstep.loaders.global_order import in_global_order
 from lightning_lockstep.loaders.loader_position import LoaderPosition
-from lightning_lockstep.steps.patching import put_in_place
-from lightning_lockstep.strategies.counted_steps import CountedSteps
+from lightning_lockstep.numerics.statistics import samples_in
 
 # -- Leaves out of the output what is for the developers of other packages, or for nobody --
 
@@ -120,21 +117,6 @@ def build(config: DictConfig, *, own_callbacks: list[Any]) -> tuple[Any, Any, An
 # -- One training run: build, fit, validate, test, report --
 
 
-def _order_samples(trainer: Any) -> None:
-    """Let a single process under Lightning's own strategy have the order of several ranks."""
-    strategy = trainer.strategy
-    if isinstance(strategy, CountedSteps):
-        return  # the strategy does
-    process = strategy.process_dataloader
-
-    def process_dataloader(loader: object) -> Any:
-        made = process(loader)
-        trains = asks_for_training_loader(trainer)
-        return in_global_order(made, trainer.accumulate_grad_batches) if trains else made
-
-    put_in_place(strategy, "process_dataloader", process_dataloader)
-
-
 def run(config: DictConfig) -> float | None:
     """Train as the configuration says; return the final `objective.metric`, for a sweeper, if it was logged."""
     began = time.monotonic()
@@ -144,12 +126,11 @@ def run(config: DictConfig) -> float | None:
     record = RunRecord()
     # Nothing reads the command line any more but W&B, which logs it.
     sys.argv[1:] = Mask(config).masked(sys.argv[1:])
-    own_callbacks = [record, LogConfiguration(config), LoaderPosition()]
+    own_callbacks = [record, LogConfiguration(config), LoaderPosition(divides=True)]
     with keeping_failure(Path(config.trainer.get("default_root_dir") or "")):
         model, data, trainer = build(config, own_callbacks=own_callbacks)
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
-    _order_samples(trainer)
     left_out = _left_out(config, model, data)
     if trainer.is_global_zero:
         remove_earlier_report(Path(trainer.default_root_dir))
@@ -342,7 +323,7 @@ class RunRecord(Callback):
         now = time.monotonic()
         self._numbers[2] = trainer.global_step
         if trainer.is_global_zero and self._since is not None:
-            self._numbers[0] += extract_batch_size(batch)
+            self._numbers[0] += samples_in(batch)
             self._numbers[1] += now - self._since
         self._since = now
 

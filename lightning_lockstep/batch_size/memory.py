@@ -38,13 +38,6 @@ def _c_function(name: str) -> Callable[..., int] | None:
     return getattr(ctypes.CDLL(None), name, None)
 
 
-def trim() -> None:
-    """Return unused memory that malloc keeps to the system, if the C library can."""
-    function = _c_function("malloc_trim")
-    if function is not None:
-        function(0)
-
-
 def return_freed_memory(least: int = 2**20) -> None:
     """From now on, return every block of so many bytes or more to the system when it is freed."""
     # The process then uses only the memory of living objects, so that a step needs the same whatever ran before it.
@@ -226,7 +219,8 @@ def release_memory(*, collect: bool = True) -> None:
     backend: Any = None if device is None else getattr(torch, device.type, None)
     if hasattr(backend, "empty_cache") and getattr(backend, "is_initialized", lambda: True)():
         backend.empty_cache()
-    trim()
+    if (trim := _c_function("malloc_trim")) is not None:  # returns memory that malloc keeps to the system
+        trim(0)
 
 
 def ranks_that_are_full(failure: Failure | None, what: str) -> Mapping[int, str]:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
 from functools import partial
 from inspect import signature
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -32,17 +31,12 @@ from lightning_lockstep.distributed.ddp_reducer import (
     why_not_resumable,
 )
 from lightning_lockstep.errors import BatchSizeError, CollectiveError, RankFailedError
-from lightning_lockstep.numerics.statistics import output_values
-from lightning_lockstep.steps.isolated import gradients_apart, on_plain_module
-from lightning_lockstep.steps.patching import put_in_place, replaced
+from lightning_lockstep.numerics.statistics import samples_in, tensors_in
+from lightning_lockstep.steps.isolated_step import gradients_apart, on_plain_module
+from lightning_lockstep.steps.patching import do_nothing, put_in_place, replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, Part, restored
 
 # -- A batch cut into micro-batches, and how their results and logged values are combined --
-
-
-def samples_in(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of the first tensor found; 1 without one."""
-    return next((int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
 def split(batch: Any, parts: int) -> list[Any]:
@@ -63,21 +57,7 @@ def _cut(batch: Any, samples: int, start: int, end: int) -> Any:
         items = [_cut(item, samples, start, end) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
-    return _with_each(batch, (Tensor, list, tuple), cut)
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of a batch of any structure, in its order."""
-    return [part for _, part in output_values(value) if isinstance(part, Tensor)]
-
-
-def _with_each(value: Any, kinds: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function as ``apply_to_collection`` does, also in a batch that is a frozen dataclass."""
-    settings = getattr(type(value), "__dataclass_params__", None)
-    if settings is None or not settings.frozen or isinstance(value, kinds):
-        return apply_to_collection(value, kinds, function)
-    parts = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
-    return replace(value, **{name: _with_each(part, kinds, function) for name, part in parts.items()})
+    return apply_to_collection(batch, (Tensor, list, tuple), cut)
 
 
 def merged_extra(extras: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
@@ -107,71 +87,58 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One call of ``self.log`` in a part."""
+class _Call(NamedTuple):
+    """One call of ``self.log``."""
 
     value: Any
-    of_metric: Any  # the value of a metric for this part alone
+    of_metric: Any  # the value of a metric for this step, or part of a step, alone
     options: Mapping[str, Any]
-    weight: float  # of the part
-    samples: int  # of the part
 
 
 class LogRecord:
-    """Replaces ``LightningModule.log`` while the parts of a step run, then logs what the whole batch would have."""
+    """Replaces ``LightningModule.log`` while a step, or a part of one, runs."""
 
-    # Each value is logged once, because one with ``sync_dist=True`` is a collective, which the other ranks call once.
-
-    def __init__(self, log: Callable[..., None] | None = None) -> None:
-        self._log = log  # it is called at once, too
-        # The key is the name, and how often the part has logged that name before; the order is that of the calls.
-        self._calls: dict[tuple[str, int], list[_Call]] = {}
-        self._in_part: dict[str, int] = {}
-        self._part = (1.0, 1)  # weight and samples of the part that runs
-
-    def begin_part(self, weight: float = 1.0, samples: int = 1) -> None:
-        self._in_part, self._part = {}, (weight, samples)
+    def __init__(self, log: Callable[..., None] = do_nothing, weight: float = 1.0, samples: int = 1) -> None:
+        # `log` is called at once, too; `weight` and `samples` are those of the part.
+        self._log, self.weight, self.samples = log, weight, samples
+        # The key is the name, and how often that name was logged before; the order is that of the calls.
+        self.calls: dict[tuple[str, int], _Call] = {}
 
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if self._log is not None:
-            self._log(name, value, *args, **kwargs)
+        self._log(name, value, *args, **kwargs)
         if type(value) is Tensor:
             value = value.detach() if value.is_floating_point() else value.float()  # as Lightning does
-        # The value for this part alone.
         of_metric = value._forward_cache if isinstance(value, Metric) else None
         options = {**dict(zip(_LOG_OPTIONS, args, strict=False)), **kwargs}
-        key = name, self._in_part.get(name, 0)
-        self._in_part[name] = key[1] + 1
-        self._calls.setdefault(key, []).append(_Call(value, of_metric, options, *self._part))
+        self.calls[name, sum(name == known for known, _ in self.calls)] = _Call(value, of_metric, options)
 
     def metrics(self) -> list[Metric]:
         """Return the metrics that were logged, which were updated with the batch."""
-        found = (call.value for calls in self._calls.values() for call in calls)
-        return [value for value in found if isinstance(value, Metric)]
-
-    def replay(self, log: Callable[..., None], *, without: LogRecord | None = None) -> None:
-        """Log each value once, for all parts together; values that ``without`` has were logged already."""
-        for (name, number), calls in self._calls.items():
-            if without is None or (name, number) not in without._calls:
-                value, options = _together(calls)
-                log(name, value, **options)
+        return [call.value for call in self.calls.values() if isinstance(call.value, Metric)]
 
 
 _LOG_OPTIONS = tuple(signature(LightningModule.log).parameters)[3:]  # what follows self, name and value
 
 
-def _together(calls: Sequence[_Call]) -> tuple[Any, dict[str, Any]]:
+def log_together(parts: Sequence[LogRecord], log: Callable[..., None], *, without: LogRecord) -> None:
+    """Log each value of several parts as the whole batch would have, but for those that ``without`` has logged."""
+    # Once each, because one with ``sync_dist=True`` is a collective, which the other ranks call once.
+    for key in dict.fromkeys(key for part in parts for key in part.calls if key not in without.calls):
+        value, options = _together(key, [part for part in parts if key in part.calls])
+        log(key[0], value, **options)
+
+
+def _together(key: tuple[str, int], parts: Sequence[LogRecord]) -> tuple[Any, dict[str, Any]]:
     """Return the value and the options with which one batch would have been logged."""
-    options, weights = dict(calls[0].options), [call.weight for call in calls]
+    calls, weights = [part.calls[key] for part in parts], [part.weight for part in parts]
+    first, options, values = calls[0].value, dict(calls[0].options), [call.value for call in calls]
     sizes: list[Any] = [call.options.get("batch_size") for call in calls]
-    if all(size is not None for size in sizes):  # else Lightning takes that of the whole batch
-        samples = [call.samples for call in calls]
+    if None not in sizes:  # else Lightning takes that of the whole batch
+        samples = [part.samples for part in parts]
         # A size that is the same in each part, and not the part's number of samples, does not come from the batch.
         fixed = sizes != samples and set(sizes) in ({1}, {sum(samples)})
         options["batch_size"] = sizes[0] if fixed else sum(sizes)
         weights = weights if fixed or not sum(sizes) else sizes
-    first, values = calls[0].value, [call.value for call in calls]
     if isinstance(first, Metric):  # it has all parts, but its value for the batch is that of the last part
         if all(_is_number(call.of_metric) for call in calls):
             first._forward_cache = _weighted_mean([call.of_metric for call in calls], weights)
@@ -304,7 +271,7 @@ class _Step(Closure):
         """Return what the whole batch would have, and its missing gradients; ``None`` if memory runs out."""
         # The parts run on the module itself, without the gradient hooks of the wrapper and the program.
         module, trained = self._recovery.module, self._recovery.trained
-        log, results = LogRecord(), list[Any]()
+        logs, results = list[LogRecord](), list[Any]()
         # If the forward of the whole batch had ended, the parts must not change again what it has left: running
         # statistics, metrics, lists. If it had only begun, they must not change the metrics that it has logged.
         left: list[Part] = [ModuleAttributes(metric) for metric in logged.metrics()]
@@ -313,19 +280,19 @@ class _Step(Closure):
         with gradients_apart(trained, hooks=False), restored(*left):
             for parameter in set(trained).difference(missing):
                 parameter.requires_grad_(False)  # its gradient has arrived already
-            failed = attempt(lambda: results.append(self._run_parts(parts, log)))
+            failed = attempt(lambda: results.append(self._run_parts(parts, logs)))
             gradients = {parameter: parameter.grad for parameter in missing}
         if failed is None:
-            with replaced(module, _current_fx_name="training_step"):
-                # If its forward had ended, the whole batch has logged everything already.
-                log.replay(module.log, without=log if began else logged)
+            if not began:  # else the forward of the whole batch had ended, and has logged everything
+                with replaced(module, _current_fx_name="training_step"):
+                    log_together(logs, module.log, without=logged)
             return results[0], gradients
         if not failed.out_of_memory:
             raise failed.error or BatchSizeError(failed.summary)
         return None
 
-    def _run_parts(self, parts: Sequence[Any], log: LogRecord) -> Any:
-        """Forward and backward of each micro-batch, whose gradients add up."""
+    def _run_parts(self, parts: Sequence[Any], logs: list[LogRecord]) -> Any:
+        """Forward and backward of each micro-batch, whose gradients add up; ``logs`` gets what each logs."""
         trainer, module = self._recovery.trainer, self._recovery.module
         strategy, precision = trainer.strategy, trainer.precision_plugin
         refused = dict.fromkeys(("all_gather", "reduce", "broadcast"), _refuse_collective)
@@ -336,15 +303,15 @@ class _Step(Closure):
         with (
             torch.enable_grad(),
             on_plain_module(strategy),
-            replaced(module, log=log),
             replaced(strategy, **refused),
             replaced(weights, in_parts=True) if weights is not None else nullcontext(),
             # The hooks in it are for the gradients of the whole batch.
             replaced(precision, post_backward=lambda tensor, module: tensor.detach()),
         ):
             for part, size, share in zip(parts, sizes, shares, strict=True):
-                log.begin_part(share, size)
-                result = self._recovery.loop._make_step_fn({**self._kwargs, name: part})()
+                logs.append(LogRecord(weight=share, samples=size))
+                with replaced(module, log=logs[-1]):
+                    result = self._recovery.loop._make_step_fn({**self._kwargs, name: part})()
                 if result.closure_loss is None:
                     continue
                 loss = result.closure_loss * (share if self._recovery.loss_reduction == "mean" else 1.0)

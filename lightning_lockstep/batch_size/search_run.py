@@ -30,7 +30,7 @@ from lightning_lockstep.distributed.ddp_reducer import untouched_buckets
 from lightning_lockstep.distributed.local_collectives import UnansweredCollectiveError
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.capabilities import missing_capabilities
-from lightning_lockstep.steps.isolated import isolated, run_step, step_arguments
+from lightning_lockstep.steps.isolated_step import isolated, run_step, step_arguments
 from lightning_lockstep.steps.snapshot import Gradients, ModuleAttributes, restored, whole_run
 
 # -- What is refused before any trial --

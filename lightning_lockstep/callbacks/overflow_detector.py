@@ -103,7 +103,7 @@ class OverflowDetector(EndsWithRun):
         self._detection = Detection(trainer, pl_module, self._publisher)
         self.at_end.callback(delattr, self, "_detection")  # it keeps batches
         self.at_end.callback(self._detection.remove)
-        self._diagnosis = Diagnosis(trainer, pl_module, self._publisher, self._detection.engine)
+        self._diagnosis = Diagnosis(trainer, pl_module, self._publisher, self._detection.gradients)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Keep the loss, and let a bad one reach every rank."""
@@ -178,11 +178,8 @@ class OverflowDetector(EndsWithRun):
             _log.warning("nan or inf in %d optimizer steps in a row; see the report above", times)
 
     def _skip(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        """Skip this optimizer step: without gradients an optimizer changes nothing."""
-        if self._detection.engine is not None:
-            self._detection.engine.skip_step(optimizer)
-        else:
-            optimizer.zero_grad()
+        """Skip this optimizer step."""
+        self._detection.gradients.skip_step(optimizer)
         self.skipped_steps += 1
         self._has_skipped = True
         if trainer.is_global_zero:

@@ -19,10 +19,10 @@ from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep._settings import Faults, is_number, is_whole
 from lightning_lockstep._text import counted
-from lightning_lockstep.batch_size.recovery import samples_in, tensors_in
 from lightning_lockstep.callbacks.auto_batch_size import AutoBatchSize
 from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.numerics.statistics import samples_in, tensors_in
 from lightning_lockstep.steps.patching import batch_size_of, replaced
 from lightning_lockstep.xla.runtime import compilations_so_far
 

@@ -158,13 +158,13 @@ class SignalWatch:
 
 
 class StopFile:
-    def __init__(self, path: Path, request: Request) -> None:
+    def __init__(self, path: Path | None, request: Request) -> None:  # None: there is none to look for
         self.path, self._request, self.seen = path, request, False
         self._looked = -math.inf
 
     def look(self) -> None:
         """Look for the file, if it was not found and the last look was a while ago; after each batch."""
-        if self.seen or time.monotonic() - self._looked < _LOOK_EVERY:
+        if self.path is None or self.seen or time.monotonic() - self._looked < _LOOK_EVERY:
             return
         self._looked = time.monotonic()
         # Network disks answer EACCES, EIO or ESTALE for a while, which counts as no file, and `Path.exists` raises.
@@ -174,7 +174,7 @@ class StopFile:
 
     def remove(self) -> None:
         """Remove the file if this process saw it, so that the resumed run does not stop again."""
-        if self.seen:
+        if self.path is not None and self.seen:
             with suppress(OSError):
                 self.path.unlink()
 
@@ -236,27 +236,21 @@ class StopTogether(EndsWithRun):
         self.signals, self.stop_file, self.exit_code = tuple(signals), stop_file, exit_code
         self.dirpath, self.filename = dirpath, filename
         self.decision: StopDecision | None = None
-        self._reset()
-
-    def _reset(self) -> None:
-        self._agreement: StepAgreement | None = None
-        self._signal_watch = SignalWatch((), self._preempt)
-        self._file: StopFile | None = None
-        self._leaves = False
+        self._agreement: StepAgreement  # of this fit
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Connect to the other ranks and begin to count batches from zero. Ranks: all, together."""
         if stage != "fit":
             return
         self.at_end.close()
-        self._reset()
-        self.decision = None
+        self.decision, self._leaves = None, False
         self._agreement = connect()
         self._agreement.start_over(keep_requests=True)
         self.at_end.enter_context(replaced(self._agreement, in_fit=True))
         LoaderPosition.attach(trainer)  # strategies of this package have done so
-        if self.stop_file is not None and trainer.local_rank == 0:
-            self._file = StopFile(Path(trainer.default_root_dir, self.stop_file), self._preempt)
+        looks = self.stop_file is not None and trainer.local_rank == 0
+        path = Path(trainer.default_root_dir, str(self.stop_file)) if looks else None
+        self._file = StopFile(path, self._preempt)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Note whose signal handlers there are, before Lightning sets its own."""
@@ -275,19 +269,14 @@ class StopTogether(EndsWithRun):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Leave if all ranks leave after this batch. Ranks: every rank, after every batch."""
-        if self._agreement is None:
-            return
-        if self._file is not None:
-            self._file.look()
+        self._file.look()
         self.decision = self._agreement.passed() or self.decision
         # In the middle of an optimizer step the accumulated gradients would be lost.
-        if self.decision is not None and _completes_optimizer_step(trainer):
+        if self.decision is not None and not trainer.fit_loop._should_accumulate():
             self._leave(trainer, self.decision)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Put signal handlers back, and act on a signal after the last batch. Ranks: all, together; one reduction."""
-        if self._agreement is None:
-            return
         self._signal_watch.restore()
         unanswered = self._agreement.unanswered(PREEMPTED)
         agreed = current_communicator().agree(bool(unanswered), "; ".join(unanswered))
@@ -296,8 +285,7 @@ class StopTogether(EndsWithRun):
             self._save_and_end(trainer, "; ".join(f"rank {rank}: {why}" for rank, why in agreed.items()))
 
     def _preempt(self, reason: str) -> None:
-        if self._agreement is not None:
-            self._agreement.request(reason, kind=PREEMPTED)
+        self._agreement.request(reason, kind=PREEMPTED)
 
     def _leave(self, trainer: Any, decision: StopDecision) -> None:
         """Leave after this batch; all ranks are here, with the same decision."""
@@ -320,8 +308,7 @@ class StopTogether(EndsWithRun):
         if trainer.is_global_zero and "://" not in path:
             content = {"checkpoint": Path(path).name, "reason": reason}
             write_report(Path(path).with_name(PREEMPTED_FILE), json.dumps(content))
-        if self._file is not None:
-            self._file.remove()
+        self._file.remove()
         goes_on = f"resume from {path}"
         if asks_slurm and trainer.is_global_zero:  # rank 0 alone requeues the job and says so
             refused = requeue_job()
@@ -351,12 +338,3 @@ class StopTogether(EndsWithRun):
     def _warn(self, trainer: Any, text: str) -> None:
         if trainer.is_global_zero:
             _log.warning("%s (epoch %d, optimizer step %d)", text, trainer.current_epoch, trainer.global_step)
-
-
-def _completes_optimizer_step(trainer: Any) -> bool:
-    """Return whether the batch that has just ended was the last one of its optimizer step."""
-    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    if batches % trainer.accumulate_grad_batches == 0:
-        return True
-    is_last = batches >= trainer.num_training_batches
-    return is_last and not trainer.strategy.handles_gradient_accumulation

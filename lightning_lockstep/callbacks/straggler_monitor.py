@@ -22,7 +22,6 @@ from lightning_lockstep.stragglers import (
     NOBODY,
     Hosts,
     OwnStep,
-    Part,
     RankTimes,
     StepTimer,
     StragglerTracker,
@@ -30,7 +29,6 @@ from lightning_lockstep.stragglers import (
     Window,
     change_line,
     figures,
-    part_of_action,
     report,
 )
 
@@ -201,19 +199,14 @@ class StragglerMonitor(EndsWithRun):
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         start, stop = profiler.start, profiler.stop
         own = f"]{self.state_key}."
-        parts: dict[str, Part | None] = {}
 
         def started(action: str) -> None:
             start(action)
-            if action not in parts:
-                parts[action] = None if own in action else part_of_action(action)
-            part = parts[action]
-            if part is not None:
-                timer.enter(action, part)
+            if own not in action:
+                timer.enter(action)
 
         def stopped(action: str) -> None:
-            if parts.get(action) is not None:
-                timer.leave(action)
+            timer.leave(action)
             stop(action)
 
         self.at_end.enter_context(replaced(profiler, start=started, stop=stopped))

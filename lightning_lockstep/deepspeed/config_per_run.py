@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -286,7 +287,8 @@ def with_module_optimizer(config: Mapping[str, Any], trainer: Any, faults: Fault
     # Zero steps are refused by DeepSpeed from 0.19.6 on; before, it made two of them.
     schedule = {"warmup_min_lr": 0, "warmup_max_lr": lr, "warmup_num_steps": 1}
     if section(config, "scheduler", "params").get("total_num_steps") == AUTO:
-        schedule["total_num_steps"] = _total_steps(trainer)
+        steps = trainer.estimated_stepping_batches  # makes the loaders, on all ranks together
+        schedule["total_num_steps"] = int(steps) if 0 < steps < math.inf else None  # None: nobody knows
     return {
         name: {**config[name], "params": _filled(section(config, name, "params"), values, name, faults)}
         for name, values in (("optimizer", known), ("scheduler", schedule))
@@ -302,12 +304,6 @@ def _filled(params: Mapping[str, Any], known: Mapping[str, Any], name: str, faul
                 f"{name}.params.{key}='auto': neither configure_optimizers nor the Trainer gives it. Write a number."
             )
     return filled
-
-
-def _total_steps(trainer: Any) -> int | None:
-    """Return the optimizer steps of a fit by the Trainer's accumulation; ``None`` if nobody knows."""
-    steps = trainer.estimated_stepping_batches  # makes the loaders, on all ranks together
-    return int(steps) if steps != float("inf") and steps > 0 else None
 
 
 def _parts(made: Any) -> Iterator[Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.capabilities import EngineGradients
+from lightning_lockstep.steps.capabilities import StepGradients
 
 #: Part of a layout: the names of parameters, by groups, as their values follow each other.
 ORDER = "order of parameters in the optimizer"
@@ -30,9 +30,10 @@ class StepOutcome:
     floor: float | None = None  # smallest scale (min_loss_scale) of a scale that adapts itself
 
 
-class EngineAdapter(EngineGradients):
+class EngineAdapter(StepGradients):
     """An engine whose optimizer is none that is known here: one that does not train, for example."""
 
+    divided = True
     mark = ""  # the attribute by which an optimizer is known
     groups_name = ""  # the one that has the trained parameters in their order, by groups
 
@@ -67,10 +68,9 @@ class EngineAdapter(EngineGradients):
     # gradients of this rank, and steps that are skipped, as OverflowDetector needs them
 
     def steps_now(self) -> bool:
-        """Return whether the engine's next ``step()`` changes weights, and not only counts an accumulated batch."""
         return bool(self.engine.is_gradient_accumulation_boundary())
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self, optimizer: Any = None) -> list[Tensor]:
         """Return what this rank holds of the gradients accumulated so far; the same tensors at every step if it can."""
         parameters = [parameter for group in self.parameter_groups() for parameter in group]
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -91,7 +91,6 @@ class EngineAdapter(EngineGradients):
         return None if outcome is None or outcome.scale is None else (outcome.scale, outcome.floor or 0.0)
 
     def why_skips_are_too_many(self) -> str | None:
-        """Return what is not ordinary about the steps skipped so far; the same on every rank."""
         return None if self.history is None else self.history.verdict()
 
     # the sizes of a batch, and trials of others
@@ -242,7 +241,7 @@ class Bf16(FlatGroups):
     mark = "fp32_groups_gradients"
     groups_name = "bf16_groups"
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self, optimizer: Any = None) -> list[Tensor]:
         return [gradient for group in self.optimizer.fp32_groups_gradients for gradient in group]
 
     def skip_once(self) -> None:
@@ -262,7 +261,7 @@ class Stages1And2(FlatGroups, Zero):
     mark = "averaged_gradients"
     groups_name = "round_robin_bit16_groups"
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self, optimizer: Any = None) -> list[Tensor]:
         """Return the gradients as reduced before a step, else as accumulated so far."""
         # With offload the optimizer looks at them itself before a step, on their way to the host.
         if self.optimizer.cpu_offload:
@@ -291,7 +290,7 @@ class Stage3(Zero):
 
     mark = "grad_partitions_flat_buffer"
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self, optimizer: Any = None) -> list[Tensor]:
         return [self.optimizer.grad_partitions_flat_buffer]
 
     def skip_once(self) -> None:

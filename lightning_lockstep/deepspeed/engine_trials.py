@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +18,8 @@ from lightning_lockstep._lightning import LightningModule, Precision
 from lightning_lockstep.deepspeed.config_parsing import is_given, section
 from lightning_lockstep.deepspeed.engine import LossScaleHistory
 from lightning_lockstep.deepspeed.engine_adapters import adapter_of
-from lightning_lockstep.steps.isolated import gradients_apart
-from lightning_lockstep.steps.patching import replaced
+from lightning_lockstep.steps.isolated_step import gradients_apart
+from lightning_lockstep.steps.patching import assigned, replaced
 from lightning_lockstep.steps.snapshot import StoredCopies
 
 # -- Forward and backward passes that DeepSpeed's engine does not notice, as a replay or a trial needs them
@@ -30,15 +30,12 @@ def without_engine(strategy: Any, module: LightningModule, engine: Any) -> Itera
     """Let the strategy's forward and backward be those of torch, in the precision that the engine would use."""
     # In stages 0 to 2 of ZeRO gradients are kept apart. In stage 3 parameters are gathered module by module as in
     # training, by all ranks together; their gradients are computed and let go. Either way none reaches the engine.
-    plugin, divided = strategy.precision_plugin, engine.zero_optimization_partition_weights()
-    with (
-        _divided_parameters(module, engine) if divided else gradients_apart(module.parameters(), hooks=False)
-    ):
-        strategy.precision_plugin = PlainPrecision(plugin, engine)
-        try:
-            yield
-        finally:
-            strategy.precision_plugin = plugin
+    precision = PlainPrecision(strategy.precision_plugin, engine)
+    apart = gradients_apart(module.parameters(), hooks=False)
+    if engine.zero_optimization_partition_weights():
+        apart = _divided_parameters(module, engine)
+    with apart, assigned(strategy, precision_plugin=precision):
+        yield
 
 
 @contextmanager
@@ -47,22 +44,21 @@ def _divided_parameters(module: LightningModule, engine: Any) -> Iterator[None]:
 
     def backward(loss: Tensor, *args: Any, gradient: Tensor | None = None, **kwargs: Any) -> None:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        # After all other hooks of a parameter, so that the whole gradients are never in memory together.
-        # Zeros of the same shape take no memory.
-        handles = [
-            parameter.register_hook(lambda gradient: gradient.new_zeros(()).expand_as(gradient))  # type: ignore[no-untyped-call]
-            for parameter in parameters
-        ]
-        try:
+        with ExitStack() as stack:
+            # After all other hooks of a parameter, so that the whole gradients are never in memory together.
+            for parameter in parameters:
+                stack.callback(parameter.register_hook(_zeros_like).remove)  # type: ignore[no-untyped-call]
             # Unlike backward() it runs none of the hooks by which gradients are reduced.
             torch.autograd.grad(loss, parameters, gradient, allow_unused=True)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     with replaced(module, backward=backward):
         yield
     engine.empty_partition_cache()  # parameters stay whole if no backward runs through their module
+
+
+def _zeros_like(gradient: Tensor) -> Tensor:
+    """Return zeros of the same shape that take no memory."""
+    return gradient.new_zeros(()).expand_as(gradient)
 
 
 class PlainPrecision(Precision):
@@ -99,7 +95,6 @@ class PlainPrecision(Precision):
 # object of DeepSpeed that can be reached from the engine is remembered with its attributes, every list and
 # dictionary with what is in it, and every tensor with the memory that it stood for.
 
-_CONTAINERS = (list, deque, set, dict)
 # What these attributes lead to is not the state of a step: that of the module is kept elsewhere, and a bucket (up to
 # some GB, of which a small model touches a part) is written before it is read.
 _LEFT_OUT = {"buffer", "module", "_modules"}
@@ -136,30 +131,25 @@ class EngineState:
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
             yield from self._keep_tensor(value)
-            return
-        if isinstance(value, _CONTAINERS):
-            contents = dict(value) if isinstance(value, dict) else list(value)
+        elif isinstance(value, dict):
+            contents = dict(value)
             self._put_back.append(partial(_refill, value, contents))
-            yield from (*contents.keys(), *contents.values()) if isinstance(contents, dict) else contents
+            yield from (*contents, *(each for name, each in contents.items() if name not in _LEFT_OUT))
+        elif isinstance(value, (list, deque, set)):
+            self._put_back.append(partial(_refill, value, list(value)))
+            yield from value
         elif isinstance(value, (tuple, frozenset)):
             yield from value
-        if _is_engines(value):
-            yield from self._keep_attributes(value)
-
-    def _keep_attributes(self, value: Any) -> Iterator[Any]:
-        attributes = dict(vars(value))
-        self._put_back.append(partial(_refill, vars(value), attributes))
-        yield from (each for name, each in attributes.items() if name not in _LEFT_OUT)
+        if isinstance(value, Tensor) or _is_engines(value):
+            yield vars(value)
 
     def _keep_tensor(self, tensor: Tensor) -> Iterator[Any]:
-        attributes = dict(vars(tensor))
         data, grad, flag = tensor.detach(), tensor.grad if tensor.is_leaf else None, tensor.requires_grad
-        self._put_back.append(partial(_reattach, tensor, data, grad, flag, attributes))
+        self._put_back.append(partial(_reattach, tensor, data, grad, flag))
         storage = tensor.untyped_storage()
         if storage.nbytes() and tensor.device.type != "meta":
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             self._memory.setdefault(storage.data_ptr(), flat)
-        yield from attributes.values()
         if grad is not None:
             yield grad
 
@@ -175,14 +165,11 @@ def _refill(container: Any, contents: Any) -> None:
     container.extend(contents) if isinstance(container, (list, deque)) else container.update(contents)
 
 
-def _reattach(
-    tensor: Tensor, data: Tensor, grad: Tensor | None, flag: bool, attributes: dict[str, Any]
-) -> None:
+def _reattach(tensor: Tensor, data: Tensor, grad: Tensor | None, flag: bool) -> None:
     tensor.data = data
     if tensor.is_leaf:
         tensor.grad = grad
         tensor.requires_grad_(flag)
-    _refill(vars(tensor), attributes)
 
 
 # -- Steps that DeepSpeed's engine makes on one rank alone, to see whether a batch fits into memory --

@@ -21,7 +21,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from rich_argparse import RawDescriptionRichHelpFormatter
 
 import lightning_lockstep
 from lightning_lockstep._settings import did_you_mean, settings_of
@@ -219,7 +218,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=_PROGRAM,
         description=_ABOUT,
         epilog="\n".join(["checks:", *listed, "", _EXIT_CODES]),
-        formatter_class=RawDescriptionRichHelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = made.add_argument

@@ -28,15 +28,14 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     Sampler,
     SequentialSampler,
     Subset,
 )
 
-from lightning_lockstep._lightning import _IndexBatchSamplerWrapper
+from lightning_lockstep._lightning import _IndexBatchSamplerWrapper, sized_len
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import length_of, loader_with
+from lightning_lockstep.steps.patching import loader_with
 from lightning_lockstep.steps.sample_numbers import BatchPlace
 from lightning_lockstep.steps.snapshot import kept_generators, mixed, seed_generators
 
@@ -91,31 +90,16 @@ def drawn(sampler: Any, most: int) -> Order:
     # `most`: more than that a sampler gives only if it is endless.
     if type(sampler) is SequentialSampler:
         return numpy.arange(len(sampler))
-    if type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement:
-        return _permutations(len(sampler.data_source), len(sampler))
-    items, chunks = iter(sampler), list[Any]()
-    declared = length_of(sampler)
-    while chunk := list(islice(items, 65_536)):
-        chunks.append(numpy.array(chunk) if set(map(type, chunk)) == {int} else chunk)
-        if declared is None and sum(map(len, chunks)) > most:
-            raise ConfigurationError(
-                f"{type(sampler).__name__} has no length and gave more than {most:,} batches or samples for one epoch:"
-                " expected one that ends. Give it a length, or divide the data yourself and set"
-                " Trainer(use_distributed_sampler=False)."
-            )
-    if chunks and all(isinstance(chunk, numpy.ndarray) for chunk in chunks):
-        order: Order = numpy.concatenate(chunks)
-    else:
-        order = [item for chunk in chunks for item in _listed(chunk)]
-    return order[:declared]  # a DataLoader is not asked for more than its length
-
-
-def _permutations(samples: int, count: int) -> Order:
-    """Return what a ``RandomSampler`` without a generator gives, without a list of Python's numbers."""
-    generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
-    rounds = range(-(-count // samples)) if samples else ()
-    found = [torch.randperm(samples, generator=generator).numpy() for _ in rounds]
-    return found[0][:count] if len(found) == 1 else numpy.concatenate([*found, numpy.arange(0)])[:count]
+    declared = sized_len(sampler)
+    items = list(islice(sampler, most + 1) if declared is None else sampler)
+    if declared is None and len(items) > most:
+        raise ConfigurationError(
+            f"{type(sampler).__name__} has no length and gave more than {most:,} batches or samples for one epoch:"
+            " expected one that ends. Give it a length, or divide the data yourself and set"
+            " Trainer(use_distributed_sampler=False)."
+        )
+    items = items[:declared]  # a DataLoader is not asked for more than its length
+    return numpy.array(items) if set(map(type, items)) == {int} else items
 
 
 def _listed(part: Order) -> list[Any]:
@@ -253,7 +237,7 @@ class GlobalBatches(Sampler[Any]):
         for generator, state in zip(generators, (resumed and resumed[1]) or (), strict=False):
             generator.set_state(state)
         self.drawn_from = [generator.get_state() for generator in generators]
-        most = _TOO_MANY * (length_of(self._dataset) or 0) + 1_000_000
+        most = _TOO_MANY * (sized_len(self._dataset) or 0) + 1_000_000
         with kept_generators():  # all ranks draw the same
             seed_generators(self._seed + self.epoch)
             self._order = drawn(self.source, most)
@@ -412,11 +396,6 @@ def divided(loader: Any, share: Share) -> Any:
     predicts = type(loader.batch_sampler) is _IndexBatchSamplerWrapper
     made = loader_with(loader, **{name: _IndexBatchSamplerWrapper(parts) if predicts else parts})
     return seeded_by_sample(made, seed_of_run()) if share.by_sample else made
-
-
-def in_global_order(loader: Any, accumulated: int) -> Any:
-    """Return a training loader of a single process that gives its samples in the order of several ranks."""
-    return divided(loader, Share(0, 1, True, accumulated))
 
 
 def check_the_same(found: Sequence[dict[str, Any]]) -> None:

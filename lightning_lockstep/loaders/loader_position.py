@@ -17,34 +17,43 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import numpy
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_lockstep._lightning import Callback, CombinedLoader, TrainerFn, _set_sampler_epoch
+from lightning_lockstep._lightning import Callback, CombinedLoader, TrainerFn, _set_sampler_epoch, sized_len
 from lightning_lockstep._text import counted
 from lightning_lockstep._trainer import asks_for_training_loader, limited_batches
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.loaders.global_order import GlobalBatches, generators_of, parts_of, seed_of_run
+from lightning_lockstep.loaders.global_order import (
+    GlobalBatches,
+    Share,
+    divided,
+    generators_of,
+    parts_of,
+    seed_of_run,
+)
 from lightning_lockstep.loaders.resume_point import ResumePoint, go_on, settle_counters
 from lightning_lockstep.steps.patching import (
     STATEFUL,
     LoaderAround,
     batch_size_of,
     do_nothing,
-    length_of,
     loader_with,
     put_in_place,
 )
-from lightning_lockstep.steps.snapshot import gpu_state, kept_generators, seed_generators
+from lightning_lockstep.steps.snapshot import (
+    gpu_state,
+    kept_generators,
+    random_states,
+    seed_generators,
+    set_random_states,
+)
 
 _log = logging.getLogger(__name__)
 _KEY = "lockstep_loader_position"
@@ -54,7 +63,9 @@ _NOTHING = object()
 class LoaderPosition(Callback):
     """Saves where the training loaders of every rank are, and what Lightning leaves out, and continues there."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, divides: bool = False) -> None:
+        # `divides`: if the strategy is none of this package, a single process gets the order of several ranks.
+        self._divides = divides
         self._trainer: Any = None
         self._resume: _Resume | None = None
         self._steps_plateaus, self._begins_again = False, False
@@ -76,11 +87,13 @@ class LoaderPosition(Callback):
             put_in_place(trainer.strategy, "process_dataloader", partial(self._process_dataloader, process))
 
     def _process_dataloader(self, process: Callable[[object], object], loader: object) -> object:
-        made = process(loader)
-        if asks_for_training_loader(self._trainer):
+        made, trainer = process(loader), self._trainer
+        if asks_for_training_loader(trainer):
+            if self._divides and not hasattr(trainer.strategy, "divides_loaders"):
+                made = divided(made, Share(0, 1, True, trainer.accumulate_grad_batches))
             made = self._with_position(made)
             if self._resume is not None:
-                self._resume.asked_for(made, self._trainer)
+                self._resume.asked_for(made, trainer)
         return made
 
     def _with_position(self, loader: Any) -> Any:
@@ -88,12 +101,12 @@ class LoaderPosition(Callback):
         if _divided(loader) is not None:
             vars(loader).update(state_dict=dict, load_state_dict=do_nothing)
             return loader
-        if _is_stateful(loader) or isinstance(loader, _Resumable) or isinstance(batches, _Resumable):
+        if _is_stateful(loader) or _resumable(loader) is not None:
             return loader
         has_index = not isinstance(getattr(loader, "dataset", None), IterableDataset) and batches is not None
         if getattr(type(loader), "__iter__", None) is not DataLoader.__iter__ or not has_index:
-            return _Resumable(loader, self)
-        resumable = _Resumable(batches, self)
+            return _Resumable(loader, self._trainer)
+        resumable = _Resumable(batches, self._trainer)
         return loader_with(loader, batch_sampler=resumable, state_dict=dict, load_state_dict=do_nothing)
 
     # -- at a checkpoint --
@@ -137,25 +150,6 @@ class LoaderPosition(Callback):
 
     # -- in a run that is resumed --
 
-    def begin(self, asks: Any) -> tuple[int, list[Any] | None]:
-        """Return how many batches of its epoch a loader leaves out now, and the random state that it was drawn from."""
-        resume, loaders = self._resume, _loaders(self._trainer)
-        number = next((i for i, loader in enumerate(loaders) if _keeper(loader) is asks), None)
-        if resume is None or number is None or asks in resume.begun:
-            return 0, None
-        # Workers ask for their first batches as soon as the iterator is made, before Lightning does this.
-        _set_sampler_epoch(loaders[number], resume.point.epoch)
-        record = resume.records[number] if resume.within_epoch and number < len(resume.records) else {}
-        return resume.batches, record.get("drawn_from")
-
-    def first_batch(self, asks: Any) -> int | None:
-        """Note that a loader gives its first batch; return the seed of what ranks draw alike, if it has others."""
-        if self._resume is not None:  # if it is asked for its batches again, it has ended
-            self._resume.begun.append(asks)
-        if current_communicator().world_size == 1:
-            return None
-        return seed_of_run() + int(self._trainer.fit_loop.epoch_progress.current.processed)
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Go on with the random numbers and the metrics too."""
         resume, self._resume = self._resume, None
@@ -165,17 +159,17 @@ class LoaderPosition(Callback):
         if resume.device is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.set_rng_state(resume.device)
         loaders = _loaders(trainer)
-        self._lengths = [length_of(loader) for loader in loaders]
+        self._lengths = [sized_len(loader) for loader in loaders]
         if self._begins_again:
             iter(trainer.fit_loop._data_fetcher)
         combined = trainer.fit_loop._combined_loader
         if resume.within_epoch and combined._mode == "max_size_cycle":
             for number, loader in enumerate(loaders):  # Lightning has not seen those that have ended.
-                ended = (length_of(loader) or math.inf) < resume.batches
+                ended = (sized_len(loader) or math.inf) < resume.batches
                 combined._iterator._consumed[number] |= ended
         if (resume.within_epoch or resume.point.no_batches_left) and resume.same_ranks:
             for loader, record in zip(loaders, resume.records, strict=False):
-                _set_states(record["now"], None if _divided(loader) else loader)
+                set_random_states(record["now"], () if _divided(loader) else _generators(loader))
         batches = trainer.num_training_batches
         if resume.point.no_batches_left and batches != math.inf:  # perhaps fewer or more on other ranks
             progress = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -190,7 +184,7 @@ class LoaderPosition(Callback):
             if parts.drawn_for != parts.epoch:  # workers may have asked for the first batches already
                 parts.draw()
         before = list(combined.limits or ())
-        lengths = [length_of(loader) for loader in combined.flattened]
+        lengths = [sized_len(loader) for loader in combined.flattened]
         now = [math.inf if one is None else limited_batches(trainer, one) for one in lengths]
         if self._lengths is not None and self._lengths != lengths and before:
             validates_at_end = trainer.val_check_batch == loop.max_batches
@@ -220,7 +214,6 @@ class _Resume:
         self.point = point
         self.within_epoch = point.begun and not point.no_batches_left  # where the loaders go on
         self.batches = point.batches if self.within_epoch else 0  # that they leave out
-        self.begun: list[Any] = []
         self._asked, self._communicator, ranks = 0, current_communicator(), saved.get("ranks", [])
         rank, world_size = self._communicator.rank, self._communicator.world_size
         # After an error one rank alone has saved.
@@ -236,6 +229,10 @@ class _Resume:
         """Take in a loader that is about to begin an epoch, in Lightning's order."""
         number, self._asked = self._asked, self._asked + 1
         record = self.records[number % len(self.records)] if self.records else {}
+        if (resumable := _resumable(loader)) is not None:
+            # Workers ask for their first batches as soon as the iterator is made, before Lightning does this.
+            _set_sampler_epoch(loader, self.point.epoch)
+            resumable.resumes_at = self.batches, record.get("drawn_from") if self.within_epoch else None
         if self.within_epoch:
             if not self._goes_on(loader, record, trainer) and self._communicator.is_main:
                 _log.warning(
@@ -246,7 +243,7 @@ class _Resume:
                 )
         elif record and self.same_ranks:
             # The epoch draws its order from the same random state as without the stop.
-            _set_states(record["now"], loader)
+            set_random_states(record["now"], _generators(loader))
 
     def _goes_on(self, loader: Any, record: dict[str, Any], trainer: Any) -> bool:
         """Let a loader go on with the next sample of its epoch, and return whether it is certainly that one."""
@@ -268,10 +265,12 @@ class _Resume:
 class _Resumable(LoaderAround):
     """Gives the batches of a loader, or of a batch sampler; in a resumed epoch it leaves out those that were seen."""
 
-    drawn_from: list[Any] | None  # the random state when it began last
+    drawn_from: list[Any] | None  # the random states when it began last
+    # When it begins next: how many batches it leaves out, and the random states from which they were drawn.
+    resumes_at: tuple[int, list[Any] | None]
 
-    def __init__(self, loader: Any, position: LoaderPosition) -> None:
-        super().__init__(loader, _position=position, drawn_from=None)
+    def __init__(self, loader: Any, trainer: Any) -> None:
+        super().__init__(loader, _trainer=trainer, drawn_from=None, resumes_at=(0, None))
 
     # With these two Lightning lets the loader continue a resumed epoch by itself, and does not warn.
     state_dict: Any = staticmethod(dict)
@@ -281,19 +280,17 @@ class _Resumable(LoaderAround):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._behind(*self._position.begin(self))
-
-    def _behind(self, seen: int, drawn_from: list[Any] | None) -> Iterator[Any]:
         # This runs when the first batch is asked for, which without workers is after the start of the training.
-        seed, length = self._position.first_batch(self), length_of(self._loader)
+        (seen, states), self.resumes_at = self.resumes_at, (0, None)
+        several, length = current_communicator().world_size > 1, sized_len(self._loader)
         if length and seen:  # next to a longer loader it may have begun several times
             seen = (seen - 1) % length + 1
-        with nullcontext() if drawn_from is None and seed is None else kept_generators():
-            if drawn_from is not None:
-                _set_states(drawn_from, self)
-            elif seed is not None:  # programs divide orders that they expect to be the same on all ranks
-                seed_generators(seed)
-            self.drawn_from = _states(self)
+        with kept_generators() if several or states else nullcontext():
+            if states:
+                set_random_states(states, _generators(self))
+            elif several:  # programs divide orders that they expect to be the same on all ranks
+                seed_generators(seed_of_run() + int(self._trainer.fit_loop.epoch_progress.current.processed))
+            self.drawn_from = random_states(_generators(self))
             batches = iter(self._loader)
             for _ in range(seen):
                 next(batches, None)
@@ -314,9 +311,10 @@ def _loaders(trainer: Any) -> list[Any]:
     return [] if loaders is None else list(CombinedLoader(loaders).flattened)
 
 
-def _keeper(loader: Any) -> Any:
-    """Return what keeps how an epoch of a loader began."""
-    return loader if isinstance(loader, _Resumable) else getattr(loader, "batch_sampler", None)
+def _resumable(loader: Any) -> _Resumable | None:
+    """Return the loader, or its batch sampler, if it leaves out what was seen."""
+    parts = loader, getattr(loader, "batch_sampler", None)
+    return next((part for part in parts if isinstance(part, _Resumable)), None)
 
 
 def _divided(loader: Any) -> Any:
@@ -333,11 +331,11 @@ def _record(loader: Any, trainer: Any) -> dict[str, Any]:
     parts, accumulated = _divided(loader), trainer.accumulate_grad_batches
     found: dict[str, Any] = {
         "samples": batch_size_of(loader),
-        "now": _states(None if parts else loader),
+        "now": random_states(() if parts else _generators(loader)),
         "units": {},
     }
     if parts is None:
-        found["drawn_from"] = getattr(_keeper(loader), "drawn_from", None)
+        found["drawn_from"] = getattr(_resumable(loader), "drawn_from", None)
         if _is_stateful(loader) and (own := loader.state_dict()):
             found["own"] = own
         return found
@@ -350,24 +348,6 @@ def _record(loader: Any, trainer: Any) -> dict[str, Any]:
         for number in numbers
     }
     return found | {"units": units, "order": parts.order_checksum(), "drawn_from": parts.drawn_from}
-
-
-# -- Random states, as data that can be loaded without running code --
-
-
-def _states(loader: Any = None) -> list[Any]:
-    """Return the states of what is drawn from without naming a generator, and of the generators of a loader."""
-    of_numpy = apply_to_collection(numpy.random.get_state(), numpy.ndarray, numpy.ndarray.tolist)
-    own = [generator.get_state() for generator in _generators(loader)]
-    return [torch.get_rng_state(), random.getstate(), of_numpy, *own]
-
-
-def _set_states(states: list[Any], loader: Any = None) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    numpy.random.set_state(states[2])
-    for generator, state in zip(_generators(loader), states[3:], strict=False):
-        generator.set_state(state)
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

@@ -10,22 +10,20 @@ sizes of all parts without a message. A rank without a sample in a batch gets a 
 from __future__ import annotations
 
 import itertools
-import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
 
-import numpy
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_lockstep.loaders.global_order import seed_of_run
-from lightning_lockstep.steps.patching import LoaderAround, loader_with
-from lightning_lockstep.steps.snapshot import exchange_generators
+from lightning_lockstep.steps.patching import LoaderAround, loader_with, replaced
+from lightning_lockstep.steps.snapshot import OwnNumbers
 
 # Classes and functions that divide samples among the ranks themselves: data sets, data pipes, a stage of webdataset.
 _DIVIDERS = {
@@ -156,9 +154,7 @@ class _WholeStream:
     """Reads a data set as one process would, with random numbers of its own."""
 
     def __init__(self, dataset: Any, epoch: int, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
-        state = torch.Generator().manual_seed(seed).get_state()
-        self._random: Any = state, random.Random(seed).getstate(), numpy.random.MT19937(seed)
+        self._dataset, self._seed, self._numbers = dataset, seed, OwnNumbers(seed)
         if callable(set_epoch := getattr(dataset, "set_epoch", None)):
             set_epoch(epoch)
         if isinstance(generator := getattr(dataset, "generator", None), torch.Generator):
@@ -173,26 +169,17 @@ class _WholeStream:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        before = exchange_generators(*self._random)
-        try:
-            with _as_only_worker(self._dataset, self._seed):
-                yield
-        finally:
-            self._random = exchange_generators(*before)
+        with self._numbers.used(), _as_only_worker(self._dataset, self._seed):
+            yield
 
 
-@contextmanager
-def _as_only_worker(dataset: Any, seed: int) -> Iterator[None]:
+def _as_only_worker(dataset: Any, seed: int) -> AbstractContextManager[None]:
     """Let ``get_worker_info`` report a single worker, if this process is a worker: data sets divide samples by it."""
     # Only a private name sets what it returns.
     holder: Any = torch.utils.data._utils.worker
     info = holder._worker_info
-    if info is not None:
-        holder._worker_info = type(info)(id=0, num_workers=1, seed=seed, dataset=dataset)
-    try:
-        yield
-    finally:
-        holder._worker_info = info
+    alone = info and type(info)(id=0, num_workers=1, seed=seed, dataset=dataset)
+    return replaced(holder, _worker_info=alone)
 
 
 def _begin_worker(begin: Callable[[int], None], number: int) -> None:

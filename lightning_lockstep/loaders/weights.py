@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from lightning_lockstep._lightning import MisconfigurationException, extract_batch_size
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 from lightning_lockstep.loaders.global_order import parts_of
@@ -51,14 +50,6 @@ def samples_of_batch(loop: Any, number: int, loader: int = 0) -> tuple[int, int]
             sizes = parts.sizes(place)
             own, total = own + sizes[0], total + sizes[1]
     return (own, total) if total else None  # there are no samples after the end of a stream
-
-
-def samples_in(batch: Any) -> int:
-    """Return how many samples a batch has, by its first tensor."""
-    try:
-        return extract_batch_size(batch)
-    except MisconfigurationException:  # it has no tensor
-        return 1
 
 
 class StepWeights:
@@ -192,12 +183,10 @@ class StepWeights:
             yield loss if self.weight == 1.0 else loss * self.weight
             return
         # The backward of a mean over no items divides zero by zero, and nan times zero is nan.
-        handles = [node.register_prehook(_zeros) for node in _own_nodes(loss)]
-        try:
+        with ExitStack() as stack:
+            for node in _own_nodes(loss):
+                stack.callback(node.register_prehook(_zeros).remove)  # nodes that add up gradients stay
             yield loss
-        finally:
-            for handle in handles:  # nodes that add up gradients stay
-                handle.remove()
 
     def correcting(self, closure: Callable[[], Any], optimizer: Any, communicator: Communicator) -> Any:
         """Run a closure, then divide the gradients by what the whole optimizer step has counted. Ranks: all."""

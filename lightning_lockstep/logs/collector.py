@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -99,7 +99,6 @@ def merge_equal(lines: Iterable[Line]) -> list[Line]:
 _UNSURE_FOR, _SETTLES_AFTER = 60.0, 0.2
 
 _Arrived = tuple[float, Line]
-_Window = dict[int, list[_Arrived]]  # the lines of each rank
 
 
 class Batch(NamedTuple):
@@ -117,7 +116,7 @@ class Windows:
     def __init__(self, world_size: int, *, timeout: float = 5.0) -> None:
         self.world_size = world_size
         self.timeout = timeout  # longest time that a line waits for those of other ranks [s]
-        self._open: dict[tuple[Any, ...], _Window] = {}
+        self._open: dict[tuple[Any, ...], list[_Arrived]] = {}  # in the order of arrival
         self._unsure: dict[tuple[Any, ...], float] = {}  # since when [s]
 
     def __bool__(self) -> bool:
@@ -125,8 +124,8 @@ class Windows:
 
     def add(self, site: tuple[Any, ...], line: Line, now: float) -> list[Batch]:
         """Take a line, at ``now`` [s] of a clock that never goes back, and return what can be printed."""
-        window = self._open.setdefault(site, {})
-        window.setdefault(line.ranks[0], []).append((now, line))
+        window = self._open.setdefault(site, [])
+        window.append((now, line))
         return [] if site in self._unsure or not self._is_even(window) else self._close(site, now)
 
     def due(self, now: float) -> list[Batch]:
@@ -142,21 +141,25 @@ class Windows:
     def flush(self, now: float) -> list[Batch]:
         return [batch for site in list(self._open) for batch in self._close(site, now, to_the_end=True)]
 
-    def _is_even(self, window: _Window) -> bool:
-        return len(window) == self.world_size and len({len(lines) for lines in window.values()}) == 1
+    def _is_even(self, window: list[_Arrived]) -> bool:
+        """Return whether a window has equally many lines of all ranks."""
+        if len(window) % self.world_size:
+            return False
+        counts = Counter(line.ranks for _, line in window)
+        return len(counts) == self.world_size and len({*counts.values()}) == 1
 
-    def _ends(self, window: _Window) -> tuple[float, float]:
+    def _ends(self, window: list[_Arrived]) -> tuple[float, float]:
         """Return when a window has waited too long, and when it settles with equally many lines of all ranks."""
-        last = max(lines[-1][0] for lines in window.values())
-        settled = last + _SETTLES_AFTER if self._is_even(window) else math.inf
-        return min(lines[0][0] for lines in window.values()) + self.timeout, settled
+        settled = window[-1][0] + _SETTLES_AFTER if self._is_even(window) else math.inf
+        return window[0][0] + self.timeout, settled
 
     def _close(self, site: tuple[Any, ...], now: float, *, to_the_end: bool = False) -> list[Batch]:
         """Take the lines of a call site, divided into calls."""
         window = self._open.pop(site)
-        in_time = self._ends(window)[0] > now
-        if self._is_even(window) and in_time:
-            calls = [list(lines) for lines in zip(*window.values(), strict=True)]
+        if self._is_even(window) and now < self._ends(window)[0]:
+            each = len(window) // self.world_size
+            of_ranks = sorted(window, key=lambda one: one[1].ranks)  # those of a rank stay in their order
+            calls = [of_ranks[number::each] for number in range(each)]
         else:
             calls = _by_time(window)
         is_complete = [len(call) == self.world_size for call in calls]
@@ -165,21 +168,20 @@ class Windows:
         else:
             self._unsure[site] = now
         if len(calls) > 1 and not is_complete[-1] and not to_the_end:
-            # The lines of other ranks for the last call may still come.
-            self._open[site] = {line.ranks[0]: [(arrived, line)] for arrived, line in calls.pop()}
+            self._open[site] = calls.pop()  # the lines of other ranks for the last call may still come
         return [self._batch(site, call, now) for call in calls]
 
     def _batch(self, site: tuple[Any, ...], call: list[_Arrived], now: float) -> Batch:
         lines = sorted((line for _, line in call), key=lambda line: line.ranks)
         there = {line.ranks[0] for line in lines}
         missing = tuple(rank for rank in range(self.world_size) if rank not in there)
-        return Batch(site, lines, missing, now - call[0][0])
+        return Batch(site, lines, missing, now - min(arrived for arrived, _ in call))
 
 
-def _by_time(window: _Window) -> list[list[_Arrived]]:
-    """Divide the lines of a window, in the order of arrival, at the largest gaps so that no call has a rank twice."""
+def _by_time(window: list[_Arrived]) -> list[list[_Arrived]]:
+    """Divide the lines of a window at the largest gaps between arrivals so that no call has a rank twice."""
     calls: list[list[_Arrived]] = [[]]
-    for one in sorted((one for lines in window.values() for one in lines), key=lambda one: one[0]):
+    for one in window:
         call = calls[-1]
         before = [i for i, (_, line) in enumerate(call) if line.ranks == one[1].ranks]
         call.append(one)

@@ -41,7 +41,7 @@ def run_in_fp32(module: _Module) -> _Module:
     return module
 
 
-def undo_run_in_fp32(module: nn.Module) -> nn.Module:
+def undo_run_in_fp32(module: nn.Module) -> None:
     """Undo :func:`run_in_fp32`; a module that was never changed stays as it is."""
     wrapper = module.__dict__.get("forward")
     if isinstance(wrapper, _Float32Forward):
@@ -49,7 +49,6 @@ def undo_run_in_fp32(module: nn.Module) -> nn.Module:
             del module.__dict__["forward"]
         else:
             module.forward = wrapper.former
-    return module
 
 
 def runs_in_fp32(module: nn.Module) -> bool:

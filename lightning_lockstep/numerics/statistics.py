@@ -86,6 +86,16 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of a batch of any structure, in its order."""
+    return [part for _, part in output_values(value) if isinstance(part, Tensor)]
+
+
+def samples_in(batch: Any) -> int:
+    """Return the number of samples in a batch: the length of the first tensor found; 1 without one."""
+    return next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), 1)
+
+
 # -- Statistics of a tensor, measured against the number format it is computed in --
 
 #: The formats whose range or precision a training step can exceed in the ordinary course.

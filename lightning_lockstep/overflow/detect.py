@@ -26,8 +26,8 @@ from lightning_lockstep.overflow.frames import FrameRecorder
 from lightning_lockstep.overflow.replay import Occasion, StepRecord, is_divided
 from lightning_lockstep.overflow.report import ReportPublisher
 from lightning_lockstep.overflow.settings import OverflowSettings, refuse_compiled
-from lightning_lockstep.steps.capabilities import capabilities_of
-from lightning_lockstep.steps.isolated import place_of
+from lightning_lockstep.steps.capabilities import StepGradients, capabilities_of
+from lightning_lockstep.steps.isolated_step import place_of
 from lightning_lockstep.steps.patching import put_in_place, replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, RandomState
 
@@ -48,23 +48,24 @@ class Detection:
         self._trainer, self._module, self._settings, self._publisher = trainer, module, settings, publisher
         self._communicator = publisher.communicator
         strategy: Any = trainer.strategy
-        # Keeps a part of the gradients on each rank; None: they are whole, in ``.grad``.
-        self.engine = strategy.engine_gradients() if hasattr(strategy, "engine_gradients") else None
+        self.gradients = StepGradients(module, trainer.precision_plugin)
+        if hasattr(strategy, "engine_gradients"):
+            self.gradients = strategy.engine_gradients()
         self._seeded = strategy if hasattr(strategy, "device_seed") else None
         # A step that was taken cannot be skipped.
         rarely = not capabilities_of(strategy).runs_at_once and settings.action != "skip"
         self._every = settings.check_every_n_steps or (_LATER if rarely else 1)
         # Whether a loss or activation that is bad on this rank is to reach the gradients of all ranks. Not with
-        # ``warn``, which must not change the run, not in one process, and not with an engine, where all ranks ask.
+        # ``warn``, which must not change the run, not in one process, and not if they are divided, where all ranks ask.
         several = self._communicator.world_size > 1
-        self._spreads = settings.action != "warn" and several and self.engine is None
+        self._spreads = settings.action != "warn" and several and not self.gradients.divided
         self._buffers = BufferCopies(module)
         self._tracing: FrameRecorder | None = None  # the frames of the current batch, if it is traced
         self.record: StepRecord | None = None  # the current step
         self._unread: list[StepRecord] = []  # the steps since the last look
         self._last: StepRecord | None = None  # set if some steps may be unchecked when the fit ends
         self._steps = 0  # of the optimizer, so far
-        self._watch = _ActivationWatch(module, settings) if settings.mode == "hooks" else None
+        self._watch = _ActivationWatch(module, settings)
         # Below the distributed wrapper and inside autocast.
         original = module.training_step
 
@@ -75,13 +76,12 @@ class Detection:
         self._put_back = put_in_place(module, "training_step", training_step)
 
     def remove(self) -> None:
-        if self._watch is not None:  # first: its hook is one of the whole process
-            self._watch.remove()
+        self._watch.remove()  # first: its hook is one of the whole process
         self._put_back()
 
     def paused(self) -> AbstractContextManager[None]:
         """Return a context in which outputs of modules are not those of the step, as in a replay."""
-        return nullcontext() if self._watch is None else replaced(self._watch, active=False)
+        return replaced(self._watch, active=False)
 
     # -- what is recorded --------------------------------------------------------------------------------
 
@@ -98,8 +98,7 @@ class Detection:
         self.record.place = place_of(trainer.strategy, [*args, *kwargs.values()][0])
         if self._seeded is not None:
             self.record.device_seed = self._seeded.device_seed()
-        if self._watch is not None:
-            self._watch.begin_step()
+        self._watch.begin_step()
         if occasion.batch_number not in self._settings.trace_batch_nums:
             return nullcontext()
         divided = is_divided(trainer)
@@ -117,17 +116,15 @@ class Detection:
             return
         record.loss = loss.detach().clone()
         flags = [] if self._settings.allowed.match("loss") else [record.loss]
-        if self._watch is not None:
-            record.activation_flag = self._watch.flag()
-            self._watch.active = False
-            flags += [] if record.activation_flag is None else [record.activation_flag]
+        record.activation_flag = self._watch.flag()
+        self._watch.active = False
+        flags += [] if record.activation_flag is None else [record.activation_flag]
         if self._spreads and loss.requires_grad and self._tracing is None:
             loss.register_hook(functools.partial(_spread_bad_values, flags))  # type: ignore[no-untyped-call]
 
     def after_backward(self) -> None:
         """Watch activations again: with manual optimization another forward may follow."""
-        if self._watch is not None and not self._module.automatic_optimization:
-            self._watch.active = True
+        self._watch.active = not self._module.automatic_optimization
 
     # -- what is looked at -------------------------------------------------------------------------------
 
@@ -136,26 +133,29 @@ class Detection:
         record = self.record
         if record is None or self._tracing is not None:
             return False, None
-        if self.engine is not None and not self.engine.steps_now():
+        if not self.gradients.steps_now():
             return False, None  # the batch is accumulated, and is checked at its end
         record.optimizer_steps += 1
         self._unread.append(record)
         self._steps += 1
         if self._steps % self._every:
             return False, None
-        return True, self._look(record, [p for group in optimizer.param_groups for p in group["params"]])
+        return True, self._look(record, optimizer)
 
     def batch_end(self) -> None:
         record, self.record = self.record, None
         if record is None:
             return
-        if self._watch is not None or self._every > 1:
+        if self._settings.mode == "hooks" or self._every > 1:
             self._last = record
         if not record.optimizer_steps and self._tracing is None:
             # Bad gradients stay bad until the optimizer steps: the first micro-batch after which they are made them so.
-            known = any(step.made_gradients_bad for step in self._unread)
-            if self._every == 1 and not known and self._micro_batch_is_bad(record):
-                record.made_gradients_bad = True
+            if self._every == 1 and not any(step.made_gradients_bad for step in self._unread):
+                bad = self._gradients_are_bad(None, self._losses([record]))
+                if self.gradients.divided:  # a bad one may lie in the part of another rank
+                    bad = bool(self._communicator.agree(bad))
+                record.made_gradients_bad = bad
+            if record.made_gradients_bad:
                 self._buffers = BufferCopies(self._module)  # the record keeps its own
             if self._every > 1 or record.made_gradients_bad or record.activation_flag is not None:
                 self._unread.append(record)
@@ -168,20 +168,24 @@ class Detection:
         if self._last is None:  # each step was looked at: the same on every rank
             return None
         # Gradients of a batch that no step followed are not those of all ranks, so all ask.
-        with_gradients = self._every > 1 and self.engine is None and bool(self._unread)
-        return self._look(self._last, self._module.parameters() if with_gradients else None, ask=True)
+        with_gradients = self._every > 1 and not self.gradients.divided and bool(self._unread)
+        return self._look(self._last, with_gradients=with_gradients, ask=True)
 
     def _look(
-        self, record: StepRecord, parameters: Iterable[Tensor] | None, *, ask: bool = False
+        self,
+        record: StepRecord,  # it counts as the step if it is not known here which it is
+        optimizer: Optimizer | None = None,  # whose gradients are looked at; None: all
+        *,
+        with_gradients: bool = True,
+        ask: bool = False,
     ) -> StepRecord | None:
-        """Return, on all ranks or on none, the step in which a value was bad; ``record``: not known here which."""
+        """Return, on all ranks or on none, the step in which a value was bad."""
         steps, self._unread = self._unread, []
         here, origin = False, next((step for step in steps if step.made_gradients_bad), None)
         others = self._losses(steps) + [flag for step in steps if (flag := step.activation_flag) is not None]
-        given = None if parameters is None else list(parameters)
         # All are checked at once first: each check makes the host wait for a GPU, and nearly always nothing is bad.
-        if any_bad(others) if given is None else self._gradients_are_bad(given, others):
-            here = given is not None and self._gradients_are_bad(given)
+        if self._gradients_are_bad(optimizer, others) if with_gradients else any_bad(others):
+            here = with_gradients and self._gradients_are_bad(optimizer)
             origin = origin or next((step for step in steps if self._is_bad(step)), None)
         # A mean over ranks carries a nan of any rank into the gradients of all, so nothing is sent without a hit,
         # unless each rank holds only a part of the gradients or they are not looked at.
@@ -204,15 +208,12 @@ class Detection:
             )
         return origin or record
 
-    def _gradients_are_bad(self, parameters: Iterable[Tensor], others: Sequence[Tensor] = ()) -> bool:
+    def _gradients_are_bad(self, optimizer: Optimizer | None, others: Sequence[Tensor] = ()) -> bool:
         """Return whether a gradient, if they are looked at, or another value is bad; a GPU is waited for once."""
         if not self._settings.gradients:
             return any_bad(others)
-        if self.engine is None:
-            return any_bad([*(g for p in parameters if (g := p.grad) is not None), *others])
-        return self.engine.known_bad() or any_bad(
-            [*(g for g in self.engine.gradients() if g.numel()), *others]
-        )
+        own = (gradient for gradient in self.gradients.gradients(optimizer) if gradient.numel())
+        return self.gradients.known_bad() or any_bad([*own, *others])
 
     def _losses(self, records: Iterable[StepRecord]) -> list[Tensor]:
         if self._settings.allowed.match("loss"):
@@ -221,12 +222,6 @@ class Detection:
 
     def _is_bad(self, record: StepRecord) -> bool:
         return any(map(has_bad_values, [*self._losses([record]), record.activation_flag]))
-
-    def _micro_batch_is_bad(self, record: StepRecord) -> bool:
-        """Return whether gradients or loss are bad after a micro-batch that no optimizer step follows."""
-        bad = self._gradients_are_bad(self._module.parameters(), self._losses([record]))
-        # With an engine a bad gradient may lie on another rank: all ranks ask.
-        return bad if self.engine is None else bool(self._communicator.agree(bad))
 
 
 def _spread_bad_values(flags: Sequence[Tensor], gradient: Tensor) -> Tensor:
@@ -242,7 +237,7 @@ def _spread_bad_values(flags: Sequence[Tensor], gradient: Tensor) -> Tensor:
 
 
 class _ActivationWatch:
-    """Notes lowest and highest value of every output of a step; nothing is sent, and on a GPU nothing waited for."""
+    """With ``mode="hooks"`` notes lowest and highest value of each output of a step; no GPU is waited for."""
 
     # One hook for all modules of the process, and none on those of the model: a copy of the model, or one that is
     # loaded from a pickle, would keep it.
@@ -253,10 +248,11 @@ class _ActivationWatch:
         self._allowed = settings.allowed
         self._device = torch.empty(0, device=module.device).device  # with its index
         self._names = {m: name for m, name in module_names(module).items() if settings.watched.match(name)}
-        self._handle = register_module_forward_hook(self._called)
+        self._handles = [register_module_forward_hook(self._called)] if settings.mode == "hooks" else []
 
     def remove(self) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
     def begin_step(self) -> None:
         """Forget the last step and watch from here on."""

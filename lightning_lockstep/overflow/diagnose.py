@@ -13,7 +13,7 @@ from lightning_lockstep.numerics.statistics import has_bad_values, tensor_statis
 from lightning_lockstep.overflow.frames import FrameRecorder, Producer
 from lightning_lockstep.overflow.replay import OUTSIDE, Remedy, StepRecord, advice, is_divided, replay, search
 from lightning_lockstep.overflow.report import RankReport, ReportPublisher
-from lightning_lockstep.steps.capabilities import EngineGradients, missing_capabilities
+from lightning_lockstep.steps.capabilities import StepGradients, missing_capabilities
 
 _TOGETHER = (
     "all ranks replayed a batch whose loss or gradients are not finite, to find the module that made them so."
@@ -28,18 +28,14 @@ class Diagnosis:
         trainer: Trainer,
         module: LightningModule,
         publisher: ReportPublisher,
-        engine: EngineGradients | None,  # keeps the gradients and makes the steps, if there is one
+        gradients: StepGradients,
     ) -> None:
-        self.trainer, self.module, self.publisher, self.engine = trainer, module, publisher, engine
+        self.trainer, self.module, self.publisher, self.gradients = trainer, module, publisher, gradients
         self.settings, self.communicator = publisher.settings, publisher.communicator
 
     def why_alarm(self, record: StepRecord) -> str | None:
         """Return why this is an alarm, the same on every rank; ``None`` for an ordinary skip of a loss scaler."""
-        if self.engine is not None:
-            scaling = self.engine.loss_scale()
-        else:
-            scaling = None if self._scaler is None else (float(self._scaler.get_scale()), 0.0)
-        if scaling is None:
+        if (scaling := self.gradients.loss_scale()) is None:
             return self._what_is_bad(record)
         scale, floor = scaling
         bad = any(map(has_bad_values, (record.loss, record.activation_flag)))
@@ -49,7 +45,7 @@ class Diagnosis:
         lowest = min(entry["scale"] for entry in entries)
         if lowest <= max(floor, self.settings.scale_floor):
             return f"gradients are not finite although the loss scale is down to {lowest:g}"
-        too_many = None if self.engine is None else self.engine.why_skips_are_too_many()
+        too_many = self.gradients.why_skips_are_too_many()
         return None if too_many is None else too_many.rstrip(".")
 
     def _what_is_bad(self, record: StepRecord) -> str:
@@ -62,7 +58,8 @@ class Diagnosis:
         entries = self.publisher.collect(flags).entries.values()
         if not any(entry["activation"] for entry in entries) or any(entry["loss"] for entry in entries):
             return usual
-        if self.communicator.world_size > 1 and self.engine is None and self.settings.action != "warn":
+        several = self.communicator.world_size > 1
+        if several and not self.gradients.divided and self.settings.action != "warn":
             record.made_nan = True
         return "an output of a module is not finite, although the loss is"
 

@@ -23,6 +23,7 @@ from lightning_lockstep.numerics.statistics import (
     tensor_statistics,
 )
 from lightning_lockstep.overflow.settings import OverflowSettings
+from lightning_lockstep.steps.patching import replaced
 
 # -- ``detect_overflow``: a tensor checked at any place inside a forward --
 
@@ -211,12 +212,9 @@ class FrameRecorder:
     def backward(self, loss: Tensor) -> Iterator[None]:
         """Record no forward frames in the body: a forward that runs there is a recomputation."""
         self.loss = loss.detach()
-        self._in_backward = True
         self._stack.clear()
-        try:
+        with replaced(self, _in_backward=True):
             yield
-        finally:
-            self._in_backward = False
 
     def finish(self) -> None:
         for name in self._bad_gradients:

@@ -15,8 +15,8 @@ from lightning_lockstep.numerics.precision import run_in_fp32, runs_in_fp32, und
 from lightning_lockstep.numerics.statistics import module_names
 from lightning_lockstep.overflow.frames import FrameRecorder, Producer
 from lightning_lockstep.steps.capabilities import capabilities_of
-from lightning_lockstep.steps.isolated import from_a_state, run_forward_backward
-from lightning_lockstep.steps.patching import put_in_place, replaced
+from lightning_lockstep.steps.isolated_step import from_a_state, run_forward_backward
+from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.steps.snapshot import BufferCopies, RandomState
 
 # -- Which modules have to run in float32, found by trying them on the batch that failed --
@@ -113,14 +113,11 @@ def _inside(name: str, container: str) -> bool:
 
 @contextmanager
 def _in_float32(modules: Sequence[nn.Module]) -> Iterator[None]:
-    changed = [module for module in modules if not runs_in_fp32(module)]
-    try:
-        for module in changed:
-            run_in_fp32(module)
+    with ExitStack() as stack:
+        for module in modules:
+            if not runs_in_fp32(module):
+                stack.callback(undo_run_in_fp32, run_in_fp32(module))
         yield
-    finally:
-        for module in changed:
-            undo_run_in_fp32(module)
 
 
 #: Advice if the value was made in ``training_step``, or in the module's own backward.
@@ -190,16 +187,18 @@ def replay(
     step = partial(_called_by, module, record.function) if recorder.divided else record.function
     with ExitStack() as stack:
         strategy: Any = trainer.strategy
-        if hasattr(strategy, "weights"):
-            stack.enter_context(replaced(strategy.weights, weight=record.weight))
         if record.device_seed is not None:
             stack.callback(strategy.set_device_seed, strategy.device_seed())
             strategy.set_device_seed(record.device_seed)
-        answers = stack.enter_context(
-            from_a_state(
-                trainer, module, record.random, record.buffers.restore, answer_collectives=answer_collectives
-            )
+        began = from_a_state(
+            trainer,
+            module,
+            record.random,
+            record.buffers.restore,
+            weight=record.weight,
+            answer_collectives=answer_collectives,
         )
+        answers = stack.enter_context(began)
         stack.enter_context(recorder.recording())
         recorder.check_batch(record.args[0] if record.args else None)
         run_forward_backward(

@@ -18,7 +18,7 @@ import io
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,8 +36,13 @@ from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.replicas.checksums import Checksums, can_be_read, folded
 from lightning_lockstep.replicas.report import parts_of
 from lightning_lockstep.steps.capabilities import missing_capabilities
-from lightning_lockstep.steps.isolated import from_a_state, place_of, run_forward_backward, step_arguments
-from lightning_lockstep.steps.patching import replaced
+from lightning_lockstep.steps.isolated_step import (
+    from_a_state,
+    place_of,
+    run_forward_backward,
+    step_arguments,
+)
+from lightning_lockstep.steps.patching import assigned
 from lightning_lockstep.steps.snapshot import RandomState
 
 # How often every rank runs a batch on which two did not agree, which shows a step that is not deterministic.
@@ -149,10 +154,9 @@ class Audit:
                 for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
 
-        weights = getattr(trainer.strategy, "weights", None)
-        # The weight of this rank's own last loss is not that of another rank's batch.
-        as_it_is = nullcontext() if weights is None else replaced(weights, weight=1.0)
-        with as_it_is, _no_timed_kernels(), from_a_state(trainer, module, random, restore_buffers):
+        # cuDNN must not measure which algorithm is fastest: equal GPUs may get different ones, with other bits.
+        no_timed_kernels = assigned(torch.backends.cudnn, benchmark=False, deterministic=True)
+        with no_timed_kernels, from_a_state(trainer, module, random, restore_buffers):
             step = partial(module.training_step, *arguments)
             run_forward_backward(trainer, module, step, around_backward=keep, place=place)
             named = {f"loss {number}": loss for number, loss in enumerate(losses)}
@@ -247,18 +251,6 @@ def _attempt(function: Callable[[], _Value], otherwise: Any = None) -> tuple[_Va
         return function(), ""
     except Exception as error:  # raised by the user's step: the other ranks wait in a collective
         return otherwise, f"{type(error).__name__}: {first_line(error)}"
-
-
-@contextmanager
-def _no_timed_kernels() -> Iterator[None]:
-    """Keep cuDNN from measuring which algorithm is fastest: equal GPUs may get different ones, with other bits."""
-    cudnn = torch.backends.cudnn
-    before = cudnn.benchmark, cudnn.deterministic
-    cudnn.benchmark, cudnn.deterministic = False, True
-    try:
-        yield
-    finally:
-        cudnn.benchmark, cudnn.deterministic = before
 
 
 def _kind_of(device: torch.device) -> str:

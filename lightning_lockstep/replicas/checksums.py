@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -147,28 +147,13 @@ _ROWS = 2
 Row = list[list[int]]
 
 
-class BatchSum:
-    """A checksum of a batch, on its way from the device."""
-
-    def __init__(self, leaves: Sequence[Any]) -> None:
-        self._tensors = Checksums(
-            {str(place): leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-        )
-        self._texts = [zlib.crc32(repr(leaf).encode()) for leaf in leaves if not isinstance(leaf, Tensor)]
-
-    @cached_property
-    def number(self) -> int:
-        """The checksum itself; on a GPU this waits for the device, the first time."""
-        return folded([*self._tensors.numbers().values(), *self._texts])
-
-
-def row_of(sums: Iterable[Iterable[BatchSum]]) -> Row:
+def row_of(sums: Iterable[Iterable[Checksums]]) -> Row:
     """Return the numbers; on a GPU this waits for the device."""
-    return [[one.number for one in of_loader] for of_loader in sums]
+    return [[folded(one.numbers().values()) for one in of_loader] for of_loader in sums]
 
 
-def batch_sums(batch: Any, loaders: int) -> list[BatchSum] | None:
-    """Return a checksum of the batch of each loader, or nothing if some of it is unknown."""
+def batch_sums(batch: Any, loaders: int) -> list[Checksums] | None:
+    """Return checksums of the batch of each loader, or nothing if some of it is unknown."""
     # Without the unknown part, the rest of a batch, such as its labels, may be equal by chance.
     parts = [batch]
     if loaders > 1:
@@ -176,7 +161,11 @@ def batch_sums(batch: Any, loaders: int) -> list[BatchSum] | None:
     leaves = [[leaf for _, leaf in output_values(part)] for part in parts]
     if len(parts) != loaders or not all(_is_known(leaf) for of_part in leaves for leaf in of_part):
         return None
-    return [BatchSum(of_part) for of_part in leaves]
+    return [Checksums({str(place): _tensor_of(leaf) for place, leaf in enumerate(one)}) for one in leaves]
+
+
+def _tensor_of(leaf: Any) -> Tensor:
+    return leaf if isinstance(leaf, Tensor) else torch.tensor(zlib.crc32(repr(leaf).encode()))
 
 
 def _is_known(leaf: Any) -> bool:
@@ -186,18 +175,17 @@ def _is_known(leaf: Any) -> bool:
 
 
 class BatchRecorder:
-    def __init__(self, trainer: Any, every_n_steps: int) -> None:
+    def __init__(self, trainer: Any, every_n_steps: int, *, active: bool) -> None:
         self._every = every_n_steps
         combined = trainer.fit_loop._combined_loader
         loaders = combined.flattened
         self._parts = 1 if combined._mode == "sequential" else len(loaders)
-        self._row: list[list[BatchSum]] = [[] for _ in range(self._parts)]
+        self._row: list[list[Checksums]] = [[] for _ in range(self._parts)]
         # Ranks that share one model, as in tensor parallelism, have the same batches too.
         samplers = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
         shares = samplers.get("num_replicas", trainer.world_size)
-        self.active = (
-            self._parts == len(loaders) and not trainer.overfit_batches and shares == trainer.world_size
-        )
+        is_known = self._parts == len(loaders) and not trainer.overfit_batches
+        self.active = active and is_known and shares == trainer.world_size
 
     def take(self, batch: Any, number: int) -> None:  # of the fit
         """Look at a batch, before its step, if a check follows soon."""
@@ -211,7 +199,7 @@ class BatchRecorder:
             row.append(one)
             del row[:-PROBED]
 
-    def row(self) -> list[list[BatchSum]]:
+    def row(self) -> list[list[Checksums]]:
         row = [list(sums) for sums in self._row]
         if self._every >= PROBED:
             self._row = [[] for _ in range(self._parts)]

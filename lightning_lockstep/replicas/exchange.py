@@ -34,7 +34,6 @@ from lightning_lockstep.replicas.checksums import (
     PROBED,
     BatchComparison,
     BatchRecorder,
-    BatchSum,
     Checksums,
     folded,
     row_of,
@@ -72,7 +71,7 @@ class Check:
         settings: Mapping[str, str],
         evidence: Mapping[str, Any],  # see `judge`
         gradients: Sequence[Checksums],  # of each optimizer
-        row: Sequence[Sequence[BatchSum]],
+        row: Sequence[Sequence[Checksums]],
     ) -> None:
         self.count, self.settings, self.evidence, self.row = count, settings, evidence, row
         self._sums = {section: Checksums(named) for section, named in contents.sections().items()}
@@ -129,7 +128,7 @@ class RankChecks:
         self._place = f"{communicator.host}, {trainer.strategy.root_device}"
         self.count = self._checked = 0  # batches of this fit; those before the last check
         self._every = every_n_steps
-        self._batches = BatchRecorder(trainer, every_n_steps) if data else None
+        self._batches = BatchRecorder(trainer, every_n_steps, active=data)
         self._trained = contents.trained()
         self._gradients: dict[int, Checksums] = {}  # by optimizer
         self._steps = [0] * len(trainer.optimizers)
@@ -154,8 +153,7 @@ class RankChecks:
     # -- as the fit goes on --
 
     def batch_begins(self, batch: Any) -> None:
-        if self._batches is not None:
-            self._batches.take(batch, self.count)
+        self._batches.take(batch, self.count)
 
     def take_gradients(self, optimizer: Any) -> None:
         # Each step of an optimizer replaces what the one before has kept, so that a check sees the last step.
@@ -194,7 +192,7 @@ class RankChecks:
     def check(self, *, was_due: bool = True) -> None:
         """Begin a check of what the rank holds now."""
         self._checked = self.count
-        row = self._batches.row() if self._batches is not None and self.count >= PROBED else []
+        row = self._batches.row() if self.count >= PROBED else []
         ddp = ddp_of(self._trainer.strategy.model)
         ignored = set(ddp.parameters_to_ignore) if ddp is not None else set()
         evidence = {

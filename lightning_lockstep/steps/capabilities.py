@@ -2,7 +2,7 @@
 
 Callbacks also look for these attributes, which not every strategy has:
 
-* ``engine_gradients()``: the :class:`EngineGradients` of an engine that makes the steps (DeepSpeed, FSDP);
+* ``engine_gradients()``: the :class:`StepGradients` of an engine that makes the steps (DeepSpeed, FSDP);
 * ``engine_trials``: steps of the engine on one rank alone (``deepspeed/engine_trials.py``);
 * ``steps_apart(module)``: a context in which autograd alone runs ``module``, and which leaves the engine as it was;
 * ``sync()``, ``device_seed()`` and ``set_device_seed()``, if it collects operations and runs them later (XLA).
@@ -10,10 +10,11 @@ Callbacks also look for these attributes, which not every strategy has:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_lockstep._lightning import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -72,28 +73,42 @@ def missing_capabilities(strategy: Strategy, *needed: str) -> list[str]:  # name
     return [_WHY[name] for name in needed if not getattr(capabilities, name)]
 
 
-class EngineGradients:
-    """Gradients and steps that an engine keeps itself, as one rank sees them; nothing is sent."""
+class StepGradients:
+    """Gradients, and the steps that optimizers make with them, as one rank sees them; nothing is sent.
+
+    This is about gradients that autograd leaves in ``.grad``. A subclass is about those of an engine.
+    """
+
+    divided = (
+        False  # whether this rank holds only a part of the gradients, or of what the engine knows of them
+    )
+
+    def __init__(self, module: nn.Module, precision: Any) -> None:
+        self._module, self._precision = module, precision
 
     def steps_now(self) -> bool:
-        """Return whether the engine's next step changes weights; the same on all ranks."""
+        """Return whether the next step changes weights, and not only counts an accumulated batch."""
         return True
 
-    def gradients(self) -> list[Tensor]:
-        """Return what this rank holds of the gradients."""
-        raise NotImplementedError
+    def gradients(self, optimizer: Optimizer | None = None) -> list[Tensor]:
+        """Return what this rank holds of the gradients, those of one optimizer alone if they are told apart."""
+        parameters: Iterable[Tensor] = self._module.parameters()
+        if optimizer is not None:
+            parameters = (one for group in optimizer.param_groups for one in group["params"])
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def known_bad(self) -> bool:
-        """Return whether the engine itself has found a bad value in this rank's part."""
+        """Return whether an engine itself has found a bad value in this rank's part."""
         return False
 
     def skip_step(self, optimizer: Optimizer) -> None:
         """Make the next step of an optimizer change nothing; to be called on all ranks."""
-        raise NotImplementedError
+        optimizer.zero_grad()  # without gradients it changes nothing
 
     def loss_scale(self) -> tuple[float, float] | None:
         """Return the loss scale and its floor; ``None`` if the loss is not scaled."""
-        return None
+        scaler = getattr(self._precision, "scaler", None)
+        return None if scaler is None else (float(scaler.get_scale()), 0.0)
 
     def why_skips_are_too_many(self) -> str | None:
         """Return why so many skipped steps are not ordinary, if they are not; the same on all ranks."""

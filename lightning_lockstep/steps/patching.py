@@ -64,6 +64,19 @@ def replaced(owner: object, /, **values: object) -> Iterator[None]:
             put_back()
 
 
+@contextmanager
+def assigned(owner: Any, /, **values: object) -> Iterator[None]:
+    """Assign these attributes of ``owner``, properties too, while the body runs."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 def do_nothing(*args: Any, **kwargs: Any) -> None:
     """Stand for a function; unlike a lambda it can be pickled, with what has it."""
 
@@ -105,11 +118,3 @@ def batch_size_of(loader: Any) -> int | None:
     """Return the batch size of a loader, or None if it has none."""
     size = getattr(loader, "batch_size", None)
     return size if isinstance(size, int) else None
-
-
-def length_of(loader: Any) -> int | None:
-    """Return how many batches a loader says it has, or None if it has no length."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None

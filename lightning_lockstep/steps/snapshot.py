@@ -6,8 +6,8 @@ import random
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -41,30 +41,41 @@ def seed_generators(key: int) -> None:
     numpy.random.seed(key & 0xFFFFFFFF)
 
 
-def exchange_generators(torch_state: Tensor, python_state: Any, numpy_bits: Any) -> tuple[Tensor, Any, Any]:
-    """Give the global generators of torch (on the CPU), Python and numpy these states, and return those they had."""
-    # numpy's whole bit generator is exchanged, because copying its state is slow. Only the second of a pair of normal
-    # numbers, which numpy keeps elsewhere, is lost.
-    before = torch.get_rng_state(), random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
-    torch.set_rng_state(torch_state)
-    random.setstate(python_state)
-    numpy.random.set_bit_generator(numpy_bits)  # type: ignore[attr-defined]
-    return before
+class OwnNumbers:
+    """Random numbers of a seed, which the global generators of torch (on the CPU), Python and numpy give in `used`."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._torch = torch.Generator().manual_seed(seed).get_state()
+        self._python: Any = random.Random(seed).getstate()
+        self._numpy: Any = numpy.random.MT19937(seed)
+        self.is_used = False
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Draw these numbers in the body, each time the next ones, and leave the generators as they were."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        self.is_used = not self.is_used
+        # numpy's whole bit generator is exchanged, because copying its state is slow. Only the second of a pair of
+        # normal numbers, which numpy keeps elsewhere, is lost.
+        before = torch.get_rng_state(), random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        numpy.random.set_bit_generator(self._numpy)  # type: ignore[attr-defined]
+        self._torch, self._python, self._numpy = before
 
 
-_bits = numpy.random.MT19937(0)
+_numbers = OwnNumbers()  # because to make numpy's takes half a millisecond
 
 
-@contextmanager
-def kept_generators() -> Iterator[None]:
-    """Restore the global generators of torch (on the CPU), Python and numpy after the body."""
-    is_within = numpy.random.get_bit_generator() is _bits  # type: ignore[attr-defined]
-    bits = numpy.random.MT19937(0) if is_within else _bits
-    before = exchange_generators(torch.get_rng_state(), random.getstate(), bits)
-    try:
-        yield
-    finally:
-        exchange_generators(*before)
+def kept_generators() -> AbstractContextManager[None]:
+    """Restore the global generators of torch (on the CPU), Python and numpy after the body, which seeds them."""
+    return (OwnNumbers() if _numbers.is_used else _numbers).used()
 
 
 @contextmanager
@@ -88,30 +99,40 @@ def gpu_state() -> Any:
 # -- The state of every random number generator that a training step may draw from --
 
 
+def random_states(others: Iterable[torch.Generator] = ()) -> list[Any]:
+    """Return the states of the global generators of torch (CPU), Python and numpy, and of others, as plain data."""
+    state: Any = numpy.random.get_state()
+    kind, keys, *rest = state
+    own = [generator.get_state() for generator in others]
+    return [torch.get_rng_state(), random.getstate(), (kind, keys.tolist(), *rest), *own]
+
+
+def set_random_states(states: Sequence[Any], others: Iterable[torch.Generator] = ()) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    numpy.random.set_state(states[2])
+    for generator, state in zip(others, states[3:], strict=False):
+        generator.set_state(state)
+
+
 @dataclass
 class RandomState:
     """State of the global generators of torch (CPU and GPU), Python and numpy, and of given ones of torch."""
 
-    torch_cpu: Tensor
-    torch_gpu: Tensor | None
-    python: Any
-    numpy: Any
-    others: list[tuple[torch.Generator, Tensor]]
+    states: list[Any]
+    gpu: Tensor | None
+    others: list[torch.Generator]
 
     @classmethod
     def capture(cls, others: Iterable[torch.Generator] = ()) -> RandomState:
         """Save the states; nothing is read from a device."""
-        states = torch.get_rng_state(), gpu_state(), random.getstate(), numpy.random.get_state(legacy=False)
-        return cls(*states, [(generator, generator.get_state()) for generator in others])
+        kept = list(others)
+        return cls(random_states(kept), gpu_state(), kept)
 
     def restore(self) -> None:
-        torch.set_rng_state(self.torch_cpu)
-        if self.torch_gpu is not None:
-            torch.cuda.set_rng_state(self.torch_gpu)
-        random.setstate(self.python)
-        numpy.random.set_state(self.numpy)
-        for generator, state in self.others:
-            generator.set_state(state)
+        set_random_states(self.states, self.others)
+        if self.gpu is not None:
+            torch.cuda.set_rng_state(self.gpu)
 
 
 # -- Attributes of objects that a training step may change, restored in the objects that held them --
@@ -237,14 +258,12 @@ class Part(Protocol):
     def restore(self) -> None: ...
 
 
-@contextmanager
-def restored(*parts: Part) -> Iterator[None]:
+def restored(*parts: Part) -> AbstractContextManager[Any]:
     """Restore several parts, in reverse order, when the body ends."""
-    try:
-        yield
-    finally:
-        for part in reversed(parts):
-            part.restore()
+    stack = ExitStack()
+    for part in parts:
+        stack.callback(part.restore)
+    return stack
 
 
 def whole_run(
@@ -295,36 +314,30 @@ class BufferCopies:
         # These include buffers that are None, which named_buffers() leaves out.
         parts = [part for part in module.modules() if not isinstance(part, but)]
         self._places = [(part, name) for part in parts for name in part._buffers]
-        self._owners: list[tuple[nn.Module, str]] = []
-        self._originals: list[Tensor] = []
+        self._kept: dict[tuple[nn.Module, str], Tensor] = {}  # the buffers, by where they are
         self._copies: list[Tensor] = []
         self._versions: list[int] = []
         self.refresh()
 
     def refresh(self) -> None:
         """Make the copies equal to the buffers as they are now."""
-        if not self._places:
-            return
-        at_places = [part._buffers.get(name) for part, name in self._places]
-        now = [b for b in at_places if b is not None and not b.is_meta]
-        if len(now) != len(self._originals) or any(
-            a is not b for a, b in zip(now, self._originals, strict=True)
-        ):
-            held = {id(buffer) for buffer in now}
-            self._owners = [place for place, b in zip(self._places, at_places, strict=True) if id(b) in held]
-            self._originals = now
-            self._copies = [b.detach().clone() for b in now]
-        else:
-            stale = [
-                i for i, b in enumerate(now) if b.numel() <= self._smallest or b._version != self._versions[i]
-            ]
-            if stale:
-                with torch.no_grad():
-                    torch._foreach_copy_([self._copies[i] for i in stale], [now[i] for i in stale])
+        there = {
+            (part, name): buffer
+            for part, name in self._places
+            if (buffer := part._buffers.get(name)) is not None and not buffer.is_meta
+        }
+        now = list(there.values())
+        if list(map(id, now)) != list(map(id, self._kept.values())):
+            self._kept, self._copies = there, [b.detach().clone() for b in now]
+        elif stale := [
+            i for i, b in enumerate(now) if b.numel() <= self._smallest or b._version != self._versions[i]
+        ]:
+            with torch.no_grad():
+                torch._foreach_copy_([self._copies[i] for i in stale], [now[i] for i in stale])
         self._versions = [b._version for b in now]
 
     def restore(self) -> None:
         """Give the buffers the values that they had at the last refresh."""
-        for (module, name), buffer, values in zip(self._owners, self._originals, self._copies, strict=True):
+        for ((module, name), buffer), values in zip(self._kept.items(), self._copies, strict=True):
             # Directly, because the module may override `__setattr__`.
             module._buffers[name] = _with_values(buffer, values)

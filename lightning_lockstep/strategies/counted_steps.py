@@ -30,7 +30,8 @@ from lightning_lockstep.loaders.global_order import (
     seed_of_run,
 )
 from lightning_lockstep.loaders.streams import shared_stream
-from lightning_lockstep.loaders.weights import StepWeights, samples_in
+from lightning_lockstep.loaders.weights import StepWeights
+from lightning_lockstep.numerics.statistics import samples_in
 from lightning_lockstep.steps.patching import do_nothing, replaced
 from lightning_lockstep.steps.sample_numbers import BatchPlace, SampleNumbers
 from lightning_lockstep.strategies.options import LifecycleSettings

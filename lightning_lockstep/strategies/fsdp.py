@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint as recomputed
 from typing_extensions import Unpack
 
@@ -47,7 +46,7 @@ from lightning_lockstep.distributed.sharding import (
     take_values,
 )
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.capabilities import Capabilities, EngineGradients
+from lightning_lockstep.steps.capabilities import Capabilities, StepGradients
 from lightning_lockstep.strategies.fsdp_units import (
     check_optimizers,
     check_trained,
@@ -294,7 +293,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
 
     def engine_gradients(self) -> DividedGradients:
         """Return what this rank holds of the gradients, once the module is divided."""
-        return DividedGradients(self)
+        return DividedGradients(self._module, self.precision_plugin)
 
     # -- checkpoints -----------------------------------------------------------------------------------
 
@@ -345,24 +344,14 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
             load_optimizer(optimizer, state)
 
 
-class DividedGradients(EngineGradients):
-    """Gradients of which each rank has a part, and steps of their optimizers, as one rank sees them."""
+class DividedGradients(StepGradients):
+    """Gradients of which each rank has a part."""
 
-    def __init__(self, strategy: Any) -> None:
-        self._module, self._precision = strategy.lightning_module, strategy.precision_plugin
+    divided = True
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self, optimizer: Any = None) -> list[Tensor]:
         """Return this rank's parts, and whole gradients that wait for a reduction."""
         return own_gradients(self._module)
-
-    def skip_step(self, optimizer: Optimizer) -> None:
-        """Let the next step of an optimizer change nothing: it gets no gradients."""
-        for parameter in parameters_of(optimizer):
-            parameter.grad = None
-
-    def loss_scale(self) -> tuple[float, float] | None:
-        scaler = getattr(self._precision, "scaler", None)
-        return None if scaler is None else (float(scaler.get_scale()), 0.0)
 
 
 # The precision for which a module was divided, which cannot change afterwards.

@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.data import IterableDataset
 
+from lightning_lockstep._lightning import sized_len
 from lightning_lockstep._trainer import limited_batches
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.coordination.gather_uneven import gathered_entries
 from lightning_lockstep.distributed.ddp_reducer import ddp_of, sum_of_nothing
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
-from lightning_lockstep.steps.patching import LoaderAround, length_of, replaced
+from lightning_lockstep.steps.patching import LoaderAround, replaced
 
 # -- Losses of zero, with which a rank whose step gave none still takes part in the reductions --
 
@@ -109,7 +110,7 @@ def with_even_batches(
 
 def has_run_out(combined: Any, number: int) -> bool:
     """Return whether batch ``number`` comes after the last one of this rank's own, with the policy ``join``."""
-    own = [getattr(loader, "own_batches", length_of(loader)) for loader in combined.flattened]
+    own = [getattr(loader, "own_batches", sized_len(loader)) for loader in combined.flattened]
     counts = [math.inf if count is None else count for count in own]
     return number >= (min if combined._mode == "min_size" else max)(counts)
 
@@ -210,4 +211,4 @@ def own_length(loader: Any) -> tuple[int | None, bool]:
     parts = (loader, batches, getattr(loader if batches is None else batches, "sampler", None))
     is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
     known = all(part is None or type(part).__module__.startswith("torch.") for part in parts)
-    return length_of(loader), known and not is_stream
+    return sized_len(loader), known and not is_stream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torchmetrics import Metric
 
 from lightning_lockstep._lightning import CPUAccelerator, HalfPrecision, MixedPrecision, Precision
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import put_in_place
+from lightning_lockstep.steps.patching import replaced
 
 # -- Gradients of XLA devices, as what comes after a backward expects them --
 
@@ -103,51 +104,33 @@ def begin_lazy_run(trainer: Any) -> Callable[[], None]:
     # for the loggers; in between the bar shows what was read last. Nor does the first step of a new epoch
     # compile again because Lightning has reset what the last one logged.
     undo, results = ExitStack(), trainer.fit_loop.epoch_loop._results
-    undo.callback(put_in_place(results, "reset", _resetting(results)))
+    undo.enter_context(replaced(results, reset=partial(_reset, results, results.reset)))
     if not trainer.fast_dev_run:
-        undo.callback(put_in_place(results, "metrics", _reading(results, trainer)))
+        undo.enter_context(replaced(results, metrics=partial(_read, trainer, results, results.metrics)))
     return undo.close
 
 
-def _logs_this_step(trainer: Any) -> bool:
-    """Return whether the values of the current training batch are logged; every 50th if nothing is."""
-    if trainer.log_every_n_steps == 0:
-        return bool((trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % 50 == 0)
-    return bool(trainer._logger_connector.should_update_logs)
-
-
-def _reading(results: Any, trainer: Any) -> Callable[[bool], Any]:
+def _read(trainer: Any, results: Any, read_all: Callable[[bool], Any], on_step: bool) -> Any:
     """Read the values of the progress bar from the device only if they are logged, and when an epoch ends."""
-    read_all = results.metrics
-
-    def metrics(on_step: bool) -> Any:
-        if not on_step or _logs_this_step(trainer):
-            return read_all(on_step)
-        shown = [value.meta for value in results.values() if value.meta.prog_bar]
-        try:
-            for meta in shown:
-                meta.prog_bar = False
-            return read_all(on_step)
-        finally:
-            for meta in shown:
-                meta.prog_bar = True
-
-    return metrics
+    logs = trainer._logger_connector.should_update_logs
+    if trainer.log_every_n_steps == 0:  # nothing is logged: every 50th step
+        logs = (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % 50 == 0
+    with ExitStack() as stack:
+        for value in results.values() if on_step and not logs else ():
+            stack.enter_context(replaced(value.meta, prog_bar=False))
+        return read_all(on_step)
 
 
-def _resetting(results: Any) -> Callable[..., None]:
+def _reset(
+    results: Any, reset_all: Callable[..., None], metrics: bool | None = None, fx: str | None = None
+) -> None:
     """Reset what was logged, but not what is logged at training steps only and has no mean."""
     # The new epoch's first step would otherwise have another tensor, and torch-xla would compile the step anew.
-    reset_all = results.reset
-
-    def reset(metrics: bool | None = None, fx: str | None = None) -> None:
-        kept = [
-            (each, each.value, each.cumulated_batch_size)
-            for each in results.values()
-            if each.is_tensor and each.meta.is_mean_reduction and not each.meta.on_epoch
-        ]
-        reset_all(metrics, fx)
-        for each, value, count in kept:
-            each.value, each.cumulated_batch_size = value, count
-
-    return reset
+    kept = [
+        (each, each.value, each.cumulated_batch_size)
+        for each in results.values()
+        if each.is_tensor and each.meta.is_mean_reduction and not each.meta.on_epoch
+    ]
+    reset_all(metrics, fx)
+    for each, value, count in kept:
+        each.value, each.cumulated_batch_size = value, count

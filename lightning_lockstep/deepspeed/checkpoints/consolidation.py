@@ -18,6 +18,7 @@ from lightning_lockstep.deepspeed.checkpoints.files import Checkpoint, read_chec
 from lightning_lockstep.distributed.plain_data import is_plain, plain_entries
 from lightning_lockstep.distributed.sharded_state import REST, is_parts_folder, read_parts
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.numerics.statistics import LOW_PRECISION
 
 # -- Views of the values of a parameter, which may lie in the files of several ranks --
 
@@ -80,7 +81,6 @@ def _cut(parts: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
 # What an optimizer keeps for each value, such as Adam's moments, lies as the float32 copies do.
 
 Dtype = Literal["float32", "as_saved"]
-_HALF = (torch.float16, torch.bfloat16)
 #: Which parameter each name in the weights of a checkpoint is, by its own name, if this package saved it.
 NAMES = "lockstep_parameter_names"
 #: What the places of values in the files depend on, if this package saved them.
@@ -133,7 +133,7 @@ def find_values(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Values]:
 
 
 def _written(saved: torch.dtype, dtype: Dtype) -> torch.dtype:
-    return torch.float32 if dtype == "float32" and saved in _HALF else saved
+    return torch.float32 if dtype == "float32" and saved in LOW_PRECISION else saved
 
 
 def master_vectors(checkpoint: Checkpoint) -> list[Sequence[Tensor]]:

@@ -32,7 +32,7 @@ from lightning_lockstep.deepspeed.engine_adapters import ORDER, EngineAdapter, a
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.plain_data import is_plain, plain_entries
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import replaced
+from lightning_lockstep.steps.patching import assigned, replaced
 
 # -- Hyperparameters that hold what the engine trains, which has hung process groups and functions on it --
 
@@ -147,14 +147,10 @@ def _gathered(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None
 @contextmanager
 def _emptied(module: nn.Module) -> Iterator[None]:
     """Let all parameters be empty, as a checkpoint of stage 3 has them, in the body."""
-    whole = [(parameter, parameter.data) for parameter in module.parameters()]
-    try:
-        for parameter, values in whole:
-            parameter.data = values.new_empty(0)
+    with ExitStack() as stack:
+        for parameter in module.parameters():
+            stack.enter_context(assigned(parameter, data=parameter.data.new_empty(0)))
         yield
-    finally:
-        for parameter, values in whole:
-            parameter.data = values
 
 
 # -- A fit that resumes from a checkpoint folder, on as many ranks as have written it or on others --

@@ -1,8 +1,17 @@
-"""Why a collective does not complete, decided from the states of all ranks, and the report of it."""
+"""Why a collective does not complete, decided from the states of all ranks, and the report of it.
+
+is there a collective that ranks have called differently?    mismatch
+has the backend raised an error about it?                    stall, if a rank has left; else that error stands
+has the asker gone on meanwhile?                             nothing
+does each rank that the asker waits for move, or go on?      slow: a remark
+does one of them neither move nor wait for anybody?          stall: it never came
+else they wait for each other. Are their calls the same?     no: mismatch. Data moves: slow. Otherwise: stall
+
+The states are of different moments, so that a finding may have to be found again (``may_pass``).
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -80,7 +89,12 @@ class _Case:
         if self.asked is None and request.raised and self.asker.calls:
             last = self.asker.calls[-1].call  # the backend has raised about this one
             self.asked = Outstanding(last.group, last.number)
-        self._missing = functools.cache(self._ranks_that_have_not_called)  # as a rule all wait in the same
+        #: Of each rank in a collective that is not complete, the ranks that have not called what it has called.
+        self.waits: dict[int, set[int]] = {}
+        missing = {one: self._missing(one) for state in states.values() for one in state.outstanding}
+        for rank, state in sorted(states.items()):
+            if state.outstanding:
+                self.waits[rank] = set[int]().union(*map(missing.__getitem__, state.outstanding)) - {rank}
 
     def diagnosis(self) -> Diagnosis | None:
         differing = self._first_difference()
@@ -96,19 +110,19 @@ class _Case:
             return None  # the asker has gone on meanwhile
         stuck, reached = self._stuck(), self._reached_from(self.asker.rank)
         if self.asker.rank not in stuck:
-            late = [rank for rank in reached if not self._is_waiting(rank)]
+            late = [rank for rank in reached if rank not in self.waits]
             where = "; ".join(map(self._work, late))
             text = f" for {ranks_in_words(late)}. {where}. No error is raised while it makes progress."
             return self._remark(text, late)
         causes = [rank for rank in reached if rank in stuck]
-        idle = [rank for rank in causes if not self._waits_for(rank)]
+        idle = [rank for rank in causes if not self.waits.get(rank)]
         if any(rank in self.states and self.states[rank].raised for rank in idle):
             return None  # the backend has raised an error there, and that rank asks about it
         return self._never_came(idle) if idle else self._cycle(causes)
 
     def _cycle(self, causes: Sequence[int]) -> Diagnosis | None:
         alike = self._members(self.asked.group) if self.asked is not None else ()
-        ranks = sorted({self.asker.rank, *(causes or filter(self._is_waiting, alike))})
+        ranks = sorted({self.asker.rank, *(causes or filter(self.waits.__contains__, alike))})
         calls = _as_far_as_known({rank: self._current(rank) for rank in ranks})
         kinds = {(_comparison_key(call, exactly=True), call.group, call.number) for call in calls.values()}
         if len(kinds) > 1:
@@ -162,36 +176,21 @@ class _Case:
 
     # -- which rank waits for which, by the states of the ranks --
 
-    def _is_waiting(self, rank: int) -> bool:
-        """Return whether a rank is in a collective that is not complete."""
-        return rank in self.states and bool(self.states[rank].outstanding)
-
-    def _waiting(self) -> list[int]:
-        return [rank for rank in sorted(self.states) if self._is_waiting(rank)]
-
     def _members(self, group: str) -> Sequence[int]:
         """Return the ranks of a group, from any rank that belongs to it."""
         return next((state.groups[group] for state in self.states.values() if group in state.groups), ())
 
-    def _waits_for(self, rank: int) -> set[int]:
-        """Return the ranks that a rank waits for: those that have not called what it has called."""
-        outstanding = self.states[rank].outstanding if rank in self.states else ()
-        return set[int]().union(*(self._missing(one) for one in outstanding)) - {rank}
-
-    def _ranks_that_have_not_called(self, wanted: Outstanding) -> set[int]:
-        states = self.states
-        return {
-            rank
-            for rank in self._members(wanted.group)
-            if rank not in states or not states[rank].has_called(wanted)
-        }
+    def _missing(self, wanted: Outstanding) -> set[int]:
+        """Return the ranks that have not called a collective."""
+        states, members = self.states, self._members(wanted.group)
+        return {rank for rank in members if rank not in states or not states[rank].has_called(wanted)}
 
     def _reached_from(self, rank: int) -> list[int]:
         """Return the ranks that a rank waits for, and those that they wait for, and so on."""
         found: set[int] = set()
         to_visit = [rank]
         while to_visit:
-            new = self._waits_for(to_visit.pop()) - found
+            new = self.waits.get(to_visit.pop(), set()) - found
             found |= new
             to_visit += sorted(new)
         return sorted(found)
@@ -200,12 +199,10 @@ class _Case:
         """Return the ranks that will not go on: all but those that move, or that wait only for ranks that go on."""
         going_on = {rank for rank, state in self.states.items() if state.moves and not state.outstanding}
         going_on |= {rank for rank, one in self.silent.items() if one.is_moving}
-        while True:
-            waits = {rank: self._waits_for(rank) for rank in self._waiting() if rank not in going_on}
-            more = {rank for rank, others in waits.items() if others and others <= going_on}
-            if not more:
-                return (set(self.states) | set(self.silent)) - going_on
+        waiting = {rank: others for rank, others in self.waits.items() if others}
+        while more := {rank for rank, others in waiting.items() if others <= going_on} - going_on:
             going_on |= more
+        return (set(self.states) | set(self.silent)) - going_on
 
     # -- the report of a collective that does not complete although no rank has called another one --
 
@@ -218,7 +215,7 @@ class _Case:
 
     def _never_came(self, causes: Sequence[int]) -> Diagnosis:
         """Return the report about ranks that did not come to a collective and do not move."""
-        waited = f"{ranks_in_words(self._waiting())} waited {self.request.seconds:.0f} s"
+        waited = f"{ranks_in_words(self.waits)} waited {self.request.seconds:.0f} s"
         has_left = all(rank in self.silent and self.silent[rank].has_left for rank in causes)
         all_silent = set(causes) <= set(self.silent)
         if has_left:  # the backend's error about the closed connection looks like a crash
@@ -273,7 +270,7 @@ class _Case:
             mark = _CAUSE if rank in causes else ""
             if rank not in self.states:
                 rows.append((rank, "-", "", "", f"no answer: {self.silent[rank].reason}", mark))
-            elif self._is_waiting(rank) or self._raised_in(rank):
+            elif rank in self.waits or self._raised_in(rank):
                 call = self._raised_in(rank) or self._current(rank)
                 rows.append((rank, *call.columns(), call.site, mark))
             else:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from lightning_lockstep import find_executable_batch_size
-from lightning_lockstep.batch_size.recovery import merged_extra, samples_in, split
+from lightning_lockstep.batch_size.recovery import merged_extra, split
 from lightning_lockstep.batch_size.search import plan_effective_batch
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
+from lightning_lockstep.numerics.statistics import samples_in
 
 
 @pytest.mark.parametrize(

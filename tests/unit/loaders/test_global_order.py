@@ -30,7 +30,6 @@ from lightning_lockstep.loaders.global_order import (
     Share,
     check_the_same,
     divided,
-    in_global_order,
     micro_batches,
     parts_of,
 )
@@ -194,5 +193,5 @@ def test_ranks_with_other_loaders_are_told_apart() -> None:
 
 
 def test_a_single_process_has_the_order_of_several_ranks() -> None:
-    one = in_global_order(DataLoader(DATA, 8, shuffle=True), 1)
+    one = divided(DataLoader(DATA, 8, shuffle=True), Share(0, 1, True))
     assert [sorted(batch) for batch in one.batch_sampler] == global_batches(LOADERS["shuffled"], 2)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lightning_lockstep import StaticShapes
-from lightning_lockstep.batch_size.recovery import samples_in
 from lightning_lockstep.callbacks.static_shapes import padded
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.numerics.statistics import samples_in
 
 
 class Pair(NamedTuple):

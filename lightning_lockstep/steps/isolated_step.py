@@ -8,7 +8,6 @@ they change.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,11 +26,12 @@ from lightning_lockstep._lightning import (
     Trainer,
     _AutomaticOptimization,
     _ManualOptimization,
+    is_param_in_hook_signature,
 )
 from lightning_lockstep.distributed.ddp_reducer import ddp_of
 from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import do_nothing, replaced
+from lightning_lockstep.steps.patching import assigned, do_nothing, replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, Gradients, ModuleAttributes, RandomState, restored
 
 
@@ -49,7 +49,6 @@ def isolated(
     # :mod:`lightning_lockstep.distributed.local_collectives`. If the body needs data of another rank, it gets an
     # ``UnansweredCollectiveError``.
     strategy, run = trainer.strategy, cast(Any, trainer)  # its annotations leave some of these out
-    callbacks, loggers, profiler = run.callbacks, run.loggers, run.profiler
     with ExitStack() as stack:
         if by_module and hasattr(strategy, "steps_apart"):
             stack.enter_context(strategy.steps_apart(module))
@@ -73,12 +72,9 @@ def isolated(
             # Its other methods use operations on tensors, which are answered; this one receives an object.
             stack.enter_context(replaced(strategy, broadcast=lambda obj, *args, **kwargs: obj))
             answers = stack.enter_context(local_collectives())
-        run.callbacks, run.loggers = [], [DummyLogger()] if loggers else []
-        run.profiler = PassThroughProfiler()
-        try:
+        loggers = [DummyLogger()] if run.loggers else []
+        with assigned(run, callbacks=[], loggers=loggers, profiler=PassThroughProfiler()):
             yield answers
-        finally:
-            run.callbacks, run.loggers, run.profiler = callbacks, loggers, profiler
 
 
 @contextmanager
@@ -88,6 +84,7 @@ def from_a_state(
     random: RandomState,
     restore_buffers: Callable[[], None],
     *,
+    weight: float = 1.0,  # by which a strategy of this package multiplies the loss
     answer_collectives: bool = True,
 ) -> Iterator[LocalAnswers]:
     """Isolate the body as :func:`isolated` does, start it from a state, and restore what it changes."""
@@ -100,20 +97,19 @@ def from_a_state(
         random.restore()
         restore_buffers()
         answers = stack.enter_context(isolated(trainer, module, answer_collectives=answer_collectives))
+        if (weights := getattr(trainer.strategy, "weights", None)) is not None:
+            weights.weight = weight  # `isolated` restores it
         stack.enter_context(torch.enable_grad())
         yield answers
 
 
 def step_arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:
     """Return the arguments of a step: the batch, and its index if the step takes it."""
-    # `fully_shard` wraps the step in another method, for which `signature` would leave out one parameter too many.
-    parameters = inspect.signature(inspect.unwrap(step)).parameters
-    if "dataloader_iter" in parameters:
+    if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
         raise ConfigurationError(
             "a step that takes dataloader_iter fetches its own batches: expected one that is given a batch"
         )
-    several = len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-    return [batch, index] if several else [batch]
+    return [batch, index] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else [batch]
 
 
 def run_step(
@@ -220,19 +216,13 @@ def _exchange(one: Tensor, other: Tensor) -> None:
     torch._C._swap_tensor_impl(one, other)
 
 
-@contextmanager
-def on_plain_module(strategy: Strategy) -> Iterator[None]:
+def on_plain_module(strategy: Strategy) -> AbstractContextManager[None]:
     """Make the strategy run the LightningModule itself instead of its wrapper in the body."""
     # Whatever the strategy does around the forward of its wrapper, it still does.
-    wrapped, module = strategy.model, strategy.lightning_module
-    if wrapped is module or module is None:
-        yield
-        return
-    strategy.model = _NotDistributed(module)
-    try:
-        yield
-    finally:
-        strategy.model = wrapped
+    module = strategy.lightning_module
+    if module is None or strategy.model is module:
+        return nullcontext()
+    return assigned(strategy, model=_NotDistributed(module))
 
 
 class _NotDistributed(nn.Module):
