@@ -6,7 +6,7 @@ Each job gets a *leader* of its own session, which forks the ranks, watches them
 time is up or the caller has gone. A rank that a launcher starts as a fresh interpreter has itself forked here too
 (``child_site/fork_start.py``).
 
-Run by ``ranks.py`` as a script: ``python _server.py <socket> <tests folder> <child site>``; it ends when its standard
+Run by ``ranks.py`` as a script: ``python _server.py <socket> <repository> <child site>``; it ends when its standard
 input closes.
 """
 
@@ -429,8 +429,9 @@ def main() -> None:
     """Serve until the caller closes our standard input."""
     sys.path.pop(0)  # this file's folder: its modules are reachable as tests.harness only
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    socket_path, tests_folder, child_site = sys.argv[1:]
-    load_module("tests", Path(tests_folder) / "__init__.py", package=True)
+    socket_path, repository, child_site = sys.argv[1:]
+    for name in ("tests", "benchmarks"):
+        load_module(name, Path(repository, name, "__init__.py"), package=True)
     fork_start = load_module("fork_start", Path(child_site) / "fork_start.py")
     surroundings = fork_start.surroundings()
     preload()

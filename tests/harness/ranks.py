@@ -173,7 +173,7 @@ def _describe(outcomes: Sequence[RankOutcome], headline: str) -> str:
 def server_command(executable: str, path: Path) -> list[str]:
     """Return what starts the fork server of an interpreter, which listens at ``path``."""
     script = Path(__file__).with_name("_server.py")
-    return [executable, str(script), str(path), str(Path(__file__).resolve().parents[1]), str(CHILD_SITE)]
+    return [executable, str(script), str(path), str(Path(__file__).resolve().parents[2]), str(CHILD_SITE)]
 
 
 def _start_server(executable: str = sys.executable) -> Path:

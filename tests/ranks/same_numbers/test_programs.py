@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.same_numbers.program import STOCK, Program, draw
-from tests.same_numbers.run import check
+from benchmarks.same_numbers.program import STOCK, Program, draw
+from benchmarks.same_numbers.run import check
 
 #: Forty programs, by their number of ranks; those that start DeepSpeed or mpirun are left to the script.
 PROGRAMS = sorted((draw(seed, ("ddp", "fsdp")) for seed in range(7000, 7040)), key=lambda one: one.ranks)

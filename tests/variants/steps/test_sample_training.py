@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.same_numbers.program import Program
+from benchmarks.same_numbers.run import check
 from lightning_lockstep import LockstepDDPStrategy, LockstepDeepSpeedStrategy, LockstepFSDPStrategy
 from tests.harness import run_ranks
 from tests.models.steps import sample_fits
 from tests.models.steps.sample_fits import OF_SAMPLE, Case, Net, furthest, trained
-from tests.same_numbers.program import Program
-from tests.same_numbers.run import check
 
 CASES = {
     f"{kind} {samples} {micro} {workers}": Case(kind, samples, micro, workers)

@@ -33,9 +33,9 @@ from torch.utils.data import (
 )
 
 import lightning_lockstep as lockstep
+from benchmarks.same_numbers import model as models
+from benchmarks.same_numbers.program import BY_BATCH, STOCK, Program
 from tests.harness import QUIET
-from tests.same_numbers import model as models
-from tests.same_numbers.program import BY_BATCH, STOCK, Program
 
 
 @dataclass

@@ -117,7 +117,7 @@ class Program:
         return dataclasses.replace(self, ranks=ranks, batch=batch)
 
 
-def parse(text: str) -> Program:
+def program_of(text: str) -> Program:
     """Return the program of a line that ``str`` has made."""
     words = (word.partition("=") for word in text.split())
     return Program(**{name: ast.literal_eval(value) for name, _, value in words})
