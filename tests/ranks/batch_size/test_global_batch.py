@@ -12,8 +12,7 @@ from torch import nn
 from lightning_lockstep import AutoBatchSize, EffectiveBatchSize
 from lightning_lockstep.demo.images import ConvNet, DigitsData
 from tests.harness import run_ranks
-from tests.models.batch_size.models import PassedIn, Walled, trainer
-from tests.models.batch_size.same_run import strategy_for
+from tests.models.batch_size.models import PassedIn, Walled, strategy_for, trainer
 
 ROWS = 240
 

@@ -21,8 +21,7 @@ from lightning_lockstep.batch_size.memory import (
     return_freed_memory,
 )
 from tests.harness import chosen_device, leave_memory, run_ranks
-from tests.models.batch_size.models import RunPeak, largest, trainer
-from tests.models.batch_size.same_run import strategy_for
+from tests.models.batch_size.models import RunPeak, largest, strategy_for, trainer
 
 
 class Big(pl.LightningModule):

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_lockstep import AutoBatchSize, BatchSizeError, find_executable_batch_size
 from lightning_lockstep.distributed import current_communicator
 from tests.harness import run_ranks
-from tests.models.batch_size.models import FULL, Mid, PassedIn, Walled, largest, trainer
-from tests.models.batch_size.same_run import strategy_for
+from tests.models.batch_size.models import FULL, Mid, PassedIn, Walled, largest, strategy_for, trainer
 
 
 def on(ranks: int, folder: Any, *callbacks: Any, **settings: Any) -> pl.Trainer:

@@ -15,8 +15,7 @@ from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
 from lightning_lockstep import AutoBatchSize, BatchSizeError, LockstepDDPStrategy
 from tests.harness import run_ranks
-from tests.models.batch_size.models import FULL, Mid, Walled, _FailsInBackward, trainer
-from tests.models.batch_size.same_run import strategy_for
+from tests.models.batch_size.models import FULL, Mid, Walled, _FailsInBackward, strategy_for, trainer
 
 
 def fit_mid(
