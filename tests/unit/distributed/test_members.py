@@ -49,9 +49,6 @@ class Run:
     def is_ready(self, generation: int, member: int) -> None:
         self._store.set(f"ready/{generation}/{member}", '["another host", 1]')
 
-    def is_done(self, generation: int, member: int) -> None:
-        self._store.set(f"done/{generation}/0/{member}", "1")
-
 
 @pytest.fixture
 def run() -> Iterator[Run]:
