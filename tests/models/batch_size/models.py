@@ -180,6 +180,6 @@ def trainer(folder: Any, *callbacks: Any, **settings: Any) -> pl.Trainer:
     return pl.Trainer(default_root_dir=str(folder), callbacks=list(callbacks), **settings)
 
 
-def strategy_for(ranks: int, **options: Any) -> Any:
-    """Ours on several ranks, none on one."""
-    return LockstepDDPStrategy(**options) if ranks > 1 else "auto"
+def of_two(folder: Any, *callbacks: Any, strategy: Any = None, **settings: Any) -> pl.Trainer:
+    """The Trainer of two ranks."""
+    return trainer(folder, *callbacks, devices=2, strategy=strategy or LockstepDDPStrategy(), **settings)
