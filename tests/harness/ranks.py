@@ -41,12 +41,11 @@ def run_ranks(
     timeout: float = 60.0,  # seconds until all ranks are killed
     env: Mapping[str, str] | None = None,
     backend: str | None = "gloo",
-    linger: float = 5.0,  # seconds the others get to end by themselves once one rank has failed
 ) -> list[Any]:
     """Call ``fn(*args)`` on n ranks and return what each returned, in rank order; else raise what went wrong."""
     # `env` is added to the variables of this process and of torchrun; a process group of `backend`, unless it is None,
     # is there around the call.
-    outcomes = run_ranks_raw(n, fn, *args, timeout=timeout, env=env, backend=backend, linger=linger)
+    outcomes = run_ranks_raw(n, fn, *args, timeout=timeout, env=env, backend=backend, linger=5.0)
     if not all(outcome.ok for outcome in outcomes):
         raise RankError(_describe(outcomes, f"of {n} ranks, some failed"))
     return [outcome.value for outcome in outcomes]
@@ -59,7 +58,7 @@ def run_ranks_raw(
     timeout: float = 60.0,  # seconds until all ranks are killed
     env: Mapping[str, str] | None = None,  # more environment variables
     backend: str | None = "gloo",  # process group to initialise around the call, or None
-    linger: float | None = None,
+    linger: float | None = None,  # seconds the others get to end by themselves once one rank has failed
     allow_timeout: bool = False,  # return the outcomes after a time-out too (``killed_by_helper`` is set)
 ) -> list[RankOutcome]:
     """As ``run_ranks``, for ranks that are expected to fail: tells how each ended, raises for none of them."""

@@ -95,9 +95,9 @@ def test_members_that_cannot_connect_though_all_live_ask_for_another_try(
 # -- the first process --
 
 
-def first_process(run: Run, ranks: int, *, hosts: int = 1, spares: int = 0, least: int = 1) -> _Run:
+def first_process(run: Run, ranks: int, *, spares: int = 0) -> _Run:
     """Return what publishes who is left of a run, once it has published the first generation."""
-    return _Run(run.hosted, SideChannel(0, hosts), _Layout(hosts, ranks, spares), least, 10.0)
+    return _Run(run.hosted, SideChannel(0, 1), _Layout(1, ranks, spares), 1, 10.0)
 
 
 def look(first: _Run, **codes: int) -> int | None:
