@@ -23,7 +23,7 @@ import psutil
 from tests.harness import costs
 from tests.harness._protocol import ScriptJob
 from tests.harness.child_site.fork_start import FOLDER, GIVEN, READ_AT_START
-from tests.harness.patience import patience
+from tests.harness.patience import patience, wait_until
 from tests.harness.ranks import fork_of, forks_of_launched_ranks, submit_script
 
 # Inherited by everything the script starts, also by processes that leave its session (torchrun's do). Python
@@ -223,12 +223,9 @@ class Script:
         )
 
     def _leftovers(self, settle: float) -> list[str]:
-        deadline = time.monotonic() + settle
-        while True:
-            left = self._still_there()
-            if not left or time.monotonic() > deadline:
-                return [_describe(process) for process in left]
-            time.sleep(0.05)
+        if wait_until(lambda: not self._still_there(), settle, pause=0.05):
+            return []
+        return [_describe(process) for process in self._still_there()]
 
     def _still_there(self) -> list[psutil.Process]:
         with self._lock:
