@@ -7,17 +7,21 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.harness import costs
+from tests.harness._server import load_module
 from tests.harness.children import put_on_path
 from tests.harness.device import DEVICE, chosen_device
 from tests.harness.leaks import LeakCheck
 from tests.harness.ranks import stop_server
 
 put_on_path()
+# Imported by its path, as `tests` is: with their folder on sys.path the source tree would be tested, not the wheel.
+load_module("benchmarks", Path(__file__).parents[1] / "benchmarks" / "__init__.py", package=True)
 
 # A shell without job control starts what it puts into the background deaf to Ctrl-C, and so would be every
 # process that a test starts.

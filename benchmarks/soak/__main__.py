@@ -10,21 +10,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks.random_runs import parse
 from benchmarks.soak.outcome import differences
 from benchmarks.soak.plan import FAULTS, LAUNCHES, Plan, draw
 from benchmarks.soak.rules import expect, known
 from benchmarks.soak.run import LIMIT, launches_here, perform
 from benchmarks.soak.table import Result, stock_table, table
-from tests.harness.children import put_on_path
 from tests.harness.slurm import Slurm
-
-ROOT = Path(__file__).parents[2]
 
 
 def main() -> int:
     """Do the runs that the command line asks for; the exit code is 1 if one is not as expected."""
     given = _arguments()
-    put_on_path(ROOT)  # so that ranks find this source tree, whatever is installed
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ):  # in the background of a shell; runs would inherit that
@@ -44,9 +41,6 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.soak", description="Random runs, each with one fault."
     )
-    parser.add_argument("--runs", type=int, default=200, help="number of runs (default: 200)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the first run; the others follow it")
-    parser.add_argument("--run", type=int, metavar="SEED", help="this one run alone, with what it printed")
     parser.add_argument("--fault", choices=FAULTS, help="only the runs with this fault")
     parser.add_argument("--launch", choices=LAUNCHES, help="only the runs whose ranks are started this way")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
@@ -54,7 +48,7 @@ def _arguments() -> argparse.Namespace:
         "--keep", type=Path, default=Path("outputs/soak"), help="folder for output of failures"
     )
     parser.add_argument("--stock", action="store_true", help="Lightning's own ddp: print what happens")
-    return parser.parse_args()
+    return parse(parser, runs=200)
 
 
 def _plans(given: argparse.Namespace) -> Iterator[Plan]:
@@ -63,8 +57,7 @@ def _plans(given: argparse.Namespace) -> Iterator[Plan]:
     for launch, reason in why_not.items():
         if reason is not None:
             print(f"no runs with {launch}: {reason}", flush=True)
-    seeds = [given.run] if given.run is not None else range(given.seed, given.seed + given.runs)
-    for seed in seeds:
+    for seed in given.seeds:
         plan = draw(seed, stock=given.stock, launches=here)
         applies = not (given.stock and plan.fault == "stranger")  # it has no side channel
         if applies and given.fault in (None, plan.fault) and given.launch in (None, plan.launch):

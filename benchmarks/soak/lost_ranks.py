@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.harness.children import put_on_path
+from benchmarks.random_runs import parse
 from tests.models.strategies.outliving import WITH_ALL, Fit, check_same, fit
 
-ROOT = Path(__file__).parents[2]
 EPOCHS = 2
 #: What the fits of a run are given, each in some of the runs, and how many steps an epoch then has.
 OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -90,13 +89,7 @@ def differs(seed: int, undisturbed: dict[str, Fit], folder: Path) -> str:
 def main() -> int:
     """Do the runs that the command line asks for; the exit code is 1 if one is not as expected."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak.lost_ranks")
-    parser.add_argument("--runs", type=int, default=50, help="number of runs (default: 50)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the first run; the others follow it")
-    parser.add_argument("--run", type=int, metavar="SEED", help="this one run alone")
-    given = parser.parse_args()
-    put_on_path(ROOT)  # so that ranks find this source tree, whatever is installed
-    seeds = [given.run] if given.run is not None else range(given.seed, given.seed + given.runs)
-    bad = 0
+    seeds, bad = parse(parser, runs=50).seeds, 0
     with tempfile.TemporaryDirectory(prefix="lost-ranks-") as name:
         folder = Path(name)
         undisturbed = {

@@ -54,6 +54,6 @@ def problems() -> Iterator[str]:
         if done.returncode != code or not all(text in done.stderr for text in said):
             case = f"setup {' '.join(arguments)}, with a Python that does: {body or 'nothing'}"
             yield f"{at(SETUP)}: {case}: expected exit code {code} and {said}; got {done.returncode} and {done.stderr}"
-    for script in ("setup", "check", "test", "demo", "docs", "pictures", "soak", "gpu"):
+    for script in ("setup", "check", "test", "demo", "docs", "pictures", "soak", "same_numbers", "gpu"):
         if not os.access(ROOT / "scripts" / script, os.X_OK):
             yield f"{at(ROOT / 'scripts' / script)}: cannot be run; chmod +x"

@@ -12,21 +12,16 @@ STACK_SIGNAL = int(signal.SIGRTMIN) + 7 if hasattr(signal, "SIGRTMIN") else int(
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """One call of ``run_ranks``: everything the forked processes need."""
+class Call:
+    """What the ranks of one ``run_ranks`` call."""
 
-    world_size: int
-    payload: bytes
+    function: bytes
     """Pickled ``(function, args)``; only the ranks unpickle it."""
-    folder: str
-    """Where ranks write their output, value, traceback and stacks."""
-    timeout: float
-    linger: float | None
-    """Seconds the other ranks get once one has failed; None: the whole time limit."""
-    backend: str | None
-    environment: dict[str, str]
-    cwd: str
     sys_path: list[str]
+    backend: str | None
+    timeout: float
+    ends_soon: bool
+    """Whether nobody asks how the interpreter ends."""
 
 
 @dataclasses.dataclass(frozen=True)

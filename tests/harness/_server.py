@@ -2,21 +2,19 @@
 
 Importing Lightning costs seconds of CPU a process; a fork from here costs milliseconds. It is safe because
 the fork happens before any thread, process group or CUDA context exists.
-Each job gets a *leader* of its own session, which forks the ranks, watches them, and ends them all when the
-time is up or the caller has gone. A rank that a launcher starts as a fresh interpreter has itself forked here too
+Each caller gets a *leader* of its own session, which forks its programs, and ends them all when the caller has gone.
+A rank that a launcher starts as a fresh interpreter has itself forked here too
 (``child_site/fork_start.py``).
 
-Run by ``ranks.py`` as a script: ``python _server.py <socket> <tests folder> <child site>``; it ends when its standard
+Run by ``ranks.py`` as a script: ``python _server.py <socket> <repository> <child site>``; it ends when its standard
 input closes.
 """
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import contextlib
 import ctypes
-import faulthandler
 import fcntl
 import gc
 import importlib
@@ -24,16 +22,12 @@ import importlib.util
 import json
 import multiprocessing.process
 import os
-import pickle
 import random
 import runpy
 import select
 import signal
 import socket
 import sys
-import threading
-import time
-import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -103,112 +97,31 @@ def serve(jobs: socket.socket, starts: socket.socket) -> Next | None:
             client.close()
 
 
-class Ranks:
-    """The processes of one job, seen from their leader."""
-
-    def __init__(self, job: Any, conn: Connection, outcomes: list[Any]) -> None:
-        self.job = job
-        self.conn = conn
-        self.outcomes = outcomes
-        self.linger: float | None = job.linger
-        self.started = time.monotonic()
-        self.alive: dict[int, int] = {}
-
-    def watch(self) -> None:
-        """Wait for the ranks; end them when time is up, a failure lingers, or the caller has gone."""
-        deadline = self.started + self.job.timeout
-        while self.alive:
-            caller_gone = self.conn.poll(0.01)
-            self.reap()
-            if self.linger is not None and any(outcome.returncode for outcome in self.outcomes):
-                deadline = min(deadline, time.monotonic() + self.linger)
-                self.linger = None
-            if self.alive and (caller_gone or time.monotonic() > deadline):
-                self.end()
-
-    def reap(self) -> None:
-        """Note the ranks that have ended."""
-        for pid in list(self.alive):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                outcome = self.outcomes[self.alive.pop(pid)]
-                outcome.returncode = os.waitstatus_to_exitcode(status)
-                outcome.seconds = time.monotonic() - self.started
-                # Whatever the rank started itself (data loader workers) ends with it.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-
-    def end(self) -> None:
-        """Take every remaining rank's stacks, then kill it with all it started."""
-        from tests.harness._protocol import STACK_SIGNAL
-
-        for pid, rank in self.alive.items():
-            self.outcomes[rank].killed_by_helper = True
-            state = process_state(pid)
-            if state == "T":
-                self.outcomes[rank].stack = "the process is stopped (SIGSTOP): no Python stack to be had"
-            os.kill(pid, STACK_SIGNAL)
-        time.sleep(0.5)
-        for pid in self.alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-        while self.alive:
-            self.reap()
-            time.sleep(0.01)
-
-
-def process_state(pid: int) -> str:
-    """The state letter of ``/proc/<pid>/stat`` (T: stopped), or '?' where there is no /proc."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return "?"
-
-
 def lead(conn: Connection) -> Next:
-    """Fork the ranks of one job, watch them and send the caller their outcomes."""
+    """Fork the programs of one caller; send it their process ids, and the place and return code of each that ends."""
     # A leader ends by os._exit: Python would take apart all that this process has imported, for 0.4 s of CPU.
     os.setsid()
     die_with_parent()
-    from tests.harness._protocol import RankOutcome, ScriptJob
-    from tests.harness.ports import reserve_port
-
-    job = conn.recv()
-    if isinstance(job, ScriptJob):
-        return lead_script(conn, job)
-    ranks = Ranks(job, conn, [RankOutcome(rank=rank) for rank in range(job.world_size)])
-    port_holder = contextlib.ExitStack()
-    port = port_holder.enter_context(reserve_port())
-    for rank in range(job.world_size):
+    pids: list[int] = []
+    for program in conn.recv():
         pid = os.fork()
         if pid == 0:
             conn.close()
-            return lambda rank=rank: run_rank(job, rank, port)  # type: ignore[misc]
-        with contextlib.suppress(PermissionError, ProcessLookupError):
-            os.setpgid(pid, pid)
-        ranks.alive[pid] = rank
-    ranks.watch()
-    port_holder.close()
-    with contextlib.suppress(BrokenPipeError):
-        conn.send(ranks.outcomes)
-    os._exit(0)
-
-
-def lead_script(conn: Connection, job: Any) -> Next:
-    """Fork one script; send the caller its process id, and its return code when it has ended."""
-    pid = os.fork()
-    if pid == 0:
-        conn.close()
-        return lambda: run_script(job)
-    conn.send(pid)
-    ended = os.pidfd_open(pid)
-    ready, _, _ = select.select([ended, conn], [], [])
-    if ended not in ready:  # the caller has gone
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    with contextlib.suppress(BrokenPipeError):
-        conn.send(os.waitstatus_to_exitcode(status))
+            return lambda program=program: run_script(program)  # type: ignore[misc]
+        pids.append(pid)
+    conn.send(pids)
+    running = {os.pidfd_open(pid): place for place, pid in enumerate(pids)}
+    while running:
+        ready, _, _ = select.select([*running, conn], [], [])
+        if conn in ready:  # the caller has gone
+            for place in running.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pids[place], signal.SIGKILL)
+        for ended in running.keys() & set(ready):
+            place = running.pop(ended)
+            _, status = os.waitpid(pids[place], 0)
+            with contextlib.suppress(ConnectionError):
+                conn.send((place, os.waitstatus_to_exitcode(status)))
     os._exit(0)
 
 
@@ -292,9 +205,6 @@ def run_program(arguments: list[str], environment: dict[str, str], cwd: str) -> 
     multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
     paths = list(filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
     sys.path[:] = [*paths, *(path for path in sys.path if path not in paths_of_server)]
-    from tests.harness._protocol import STACK_SIGNAL
-
-    signal.signal(STACK_SIGNAL, signal.SIG_DFL)
     random.seed()
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
@@ -342,102 +252,16 @@ def redirect(stdout: str, stderr: str) -> None:
         os.close(opened)
 
 
-def rank_environment(job: Any, rank: int, port: int) -> dict[str, str]:
-    """The caller's environment with what torchrun would add."""
-    return {
-        **job.environment,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(job.world_size),
-        "LOCAL_WORLD_SIZE": str(job.world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
-def prepare_rank(job: Any, rank: int, port: int) -> None:
-    """Make this fork look like a process started for that rank."""
-    with contextlib.suppress(PermissionError):
-        os.setpgid(0, 0)
-    die_with_parent()
-    redirect(f"{job.folder}/rank{rank}.stdout", f"{job.folder}/rank{rank}.stderr")
-    os.environ.clear()
-    os.environ.update(rank_environment(job, rank, port))
-    os.chdir(job.cwd)
-    sys.path[:] = job.sys_path
-    sys.argv = [f"rank{rank}"]
-    from tests.harness._protocol import STACK_SIGNAL
-
-    stacks = open(f"{job.folder}/rank{rank}.stack", "w")  # noqa: SIM115 - faulthandler needs it open for good
-    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
-
-
-def run_rank(job: Any, rank: int, port: int) -> None:
-    """Run the caller's function as that rank, and end."""
-    prepare_rank(job, rank, port)
-    import torch
-
-    # Ranks share a few cores: without this each would start as many threads as there are cores.
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    try:
-        function, args = pickle.loads(job.payload)
-        value = call(job, function, args)
-        write(f"{job.folder}/rank{rank}.value", pickle.dumps(value))
-        if (
-            job.linger is not None
-        ):  # else the caller asks how ranks end, which is the interpreter's ordinary way
-            end_soon()
-    except Exception as error:
-        told = (f"{type(error).__name__}: {error}", traceback.format_exc())
-        write(f"{job.folder}/rank{rank}.error", pickle.dumps(told))
-        sys.exit(1)
-
-
-def end_soon() -> None:
-    """End as Python does, but leave to the kernel what this process has imported: to free it takes 0.4 s of CPU."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def call(job: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call the function, between init and destroy of the process group where one was asked for."""
-    if job.backend is None:
-        return function(*args)
-    import datetime
-
-    import torch.distributed as dist
-
-    dist.init_process_group(job.backend, timeout=datetime.timedelta(seconds=job.timeout))
-    value = function(*args)
-    # Not in a finally: after a failure nothing may wait for a peer that is gone.
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return value
-
-
-def write(path: str, content: bytes) -> None:
-    """Write a file so that a reader sees all of it or nothing."""
-    with open(path + ".part", "wb") as file:
-        file.write(content)
-    os.replace(path + ".part", path)
-
-
 def main() -> None:
     """Serve until the caller closes our standard input."""
     sys.path.pop(0)  # this file's folder: its modules are reachable as tests.harness only
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    socket_path, tests_folder, child_site = sys.argv[1:]
-    load_module("tests", Path(tests_folder) / "__init__.py", package=True)
+    socket_path, repository, child_site = sys.argv[1:]
+    for name in ("tests", "benchmarks"):
+        load_module(name, Path(repository, name, "__init__.py"), package=True)
     fork_start = load_module("fork_start", Path(child_site) / "fork_start.py")
     surroundings = fork_start.surroundings()
     preload()
-    from tests.harness._protocol import STACK_SIGNAL
-
-    # Harmless in a rank that is asked for its stacks before it has registered the handler.
-    signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     starts = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     start_path = fork_start.socket_path(str(Path(socket_path).parent))
     with contextlib.suppress(FileNotFoundError):

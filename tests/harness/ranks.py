@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pickle
 import shutil
@@ -17,10 +18,13 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.harness import costs
-from tests.harness._protocol import Job, RankOutcome, ScriptJob
+from tests.harness._protocol import STACK_SIGNAL, Call, RankOutcome, ScriptJob
 from tests.harness.children import CHILD_SITE
 from tests.harness.patience import patience
+from tests.harness.ports import reserve_port
 
 __all__ = ["RankOutcome", "run_ranks", "run_ranks_raw"]
 
@@ -41,12 +45,11 @@ def run_ranks(
     timeout: float = 60.0,  # seconds until all ranks are killed
     env: Mapping[str, str] | None = None,
     backend: str | None = "gloo",
-    linger: float = 5.0,  # seconds the others get to end by themselves once one rank has failed
 ) -> list[Any]:
     """Call ``fn(*args)`` on n ranks and return what each returned, in rank order; else raise what went wrong."""
     # `env` is added to the variables of this process and of torchrun; a process group of `backend`, unless it is None,
     # is there around the call.
-    outcomes = run_ranks_raw(n, fn, *args, timeout=timeout, env=env, backend=backend, linger=linger)
+    outcomes = run_ranks_raw(n, fn, *args, timeout=timeout, env=env, backend=backend, linger=5.0)
     if not all(outcome.ok for outcome in outcomes):
         raise RankError(_describe(outcomes, f"of {n} ranks, some failed"))
     return [outcome.value for outcome in outcomes]
@@ -59,30 +62,23 @@ def run_ranks_raw(
     timeout: float = 60.0,  # seconds until all ranks are killed
     env: Mapping[str, str] | None = None,  # more environment variables
     backend: str | None = "gloo",  # process group to initialise around the call, or None
-    linger: float | None = None,
+    linger: float | None = None,  # seconds the others get to end by themselves once one rank has failed
     allow_timeout: bool = False,  # return the outcomes after a time-out too (``killed_by_helper`` is set)
 ) -> list[RankOutcome]:
     """As ``run_ranks``, for ranks that are expected to fail: tells how each ended, raises for none of them."""
     costs.may_start("ranks")
     folder = Path(tempfile.mkdtemp(prefix="ranks.", dir=_start_server()))
     timeout = patience(timeout)
-    started = time.monotonic()
+    call = Call(pickle.dumps((fn, args)), list(sys.path), backend, timeout, ends_soon=linger is not None)
     try:
-        job = Job(
-            world_size=n,
-            payload=pickle.dumps((fn, args)),
-            folder=str(folder),
-            timeout=timeout,
-            linger=linger,
-            backend=backend,
-            environment={**os.environ, **(env or {})},
-            cwd=os.getcwd(),
-            sys_path=list(sys.path),
-        )
-        outcomes = [_collect(outcome, folder) for outcome in _submit(job)]
+        (folder / "call").write_bytes(pickle.dumps(call))
+        with reserve_port() as port:
+            jobs = [_job(folder, rank, n, port, {**os.environ, **(env or {})}) for rank in range(n)]
+            outcomes, timed_out = _run(jobs, folder, timeout, linger)
+        for outcome in outcomes:
+            _collect(outcome, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    timed_out = any(o.killed_by_helper for o in outcomes) and time.monotonic() - started >= timeout
     if timed_out and not allow_timeout:
         raise RankError(_describe(outcomes, f"time limit of {timeout:g} s reached; all ranks were killed"))
     return outcomes
@@ -111,28 +107,72 @@ def fork_of(pid: int) -> int | None:
         return None
 
 
-def submit_script(job: ScriptJob) -> tuple[Connection, int]:
-    """Have the fork server run a script; returns the connection that brings its return code, and its pid."""
+def fork_programs(jobs: list[ScriptJob]) -> tuple[Connection, list[int]]:
+    """Have the fork server run programs, which end when the connection is closed."""
+    # Returned are the connection, which brings the place and return code of each that ends, and their process ids.
     conn = Client(str(_start_server() / "socket"), "AF_UNIX")
-    conn.send(job)
+    conn.send(jobs)
     return conn, conn.recv()
 
 
-def _submit(job: Job) -> list[RankOutcome]:
-    assert _folder is not None
-    with Client(str(_folder / "socket"), "AF_UNIX") as conn:
-        conn.send(job)
-        # The leader keeps the time limit; this one only covers a leader that died or hangs itself.
-        if not conn.poll(job.timeout + 30):
-            raise RuntimeError("the leader of the ranks did not answer")
-        try:
-            outcomes: list[RankOutcome] = conn.recv()
-        except EOFError:
-            raise RuntimeError(f"the leader of the ranks died; see {_folder / 'socket.log'}") from None
-        return outcomes
+def _job(folder: Path, rank: int, world_size: int, port: int, environment: dict[str, str]) -> ScriptJob:
+    """Return the program of one rank, with what torchrun would add to the environment."""
+    of_rank = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    arguments = [str(Path(__file__).with_name("_rank.py")), str(folder)]
+    stdout, stderr = (str(folder / f"rank{rank}.{stream}") for stream in ("stdout", "stderr"))
+    return ScriptJob(arguments, {**environment, **of_rank}, os.getcwd(), stdout, stderr)
 
 
-def _collect(outcome: RankOutcome, folder: Path) -> RankOutcome:
+def _run(
+    jobs: list[ScriptJob], folder: Path, timeout: float, linger: float | None
+) -> tuple[list[RankOutcome], bool]:
+    """Wait for the ranks, and end them when time is up or a failure lingers; tell also whether time was up."""
+    outcomes = [RankOutcome(rank) for rank in range(len(jobs))]
+    started = time.monotonic()
+    conn, pids = fork_programs(jobs)
+    limit = started + timeout
+    deadline: float | None = limit  # None: they are being ended
+    running, timed_out = set(range(len(jobs))), False
+    with conn:
+        while running:
+            if not conn.poll(deadline and max(deadline - time.monotonic(), 0.0)):
+                timed_out, deadline = deadline == limit, None
+                _end({pids[rank]: outcomes[rank] for rank in running}, folder)
+                continue
+            rank, outcomes[rank].returncode = conn.recv()
+            running.remove(rank)
+            outcomes[rank].seconds = time.monotonic() - started
+            # Whatever the rank started itself (data loader workers) ends with it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pids[rank], signal.SIGKILL)
+            if outcomes[rank].returncode and linger is not None and deadline is not None:
+                deadline = min(deadline, time.monotonic() + linger)
+    return outcomes, timed_out
+
+
+def _end(ranks: dict[int, RankOutcome], folder: Path) -> None:
+    """Take the stacks of the ranks with these process ids, then kill each with all it started."""
+    for pid, outcome in ranks.items():
+        outcome.killed_by_helper = True
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+                outcome.stack = "the process is stopped (SIGSTOP): no Python stack to be had"
+            elif (folder / f"rank{outcome.rank}.stack").exists():
+                os.kill(pid, STACK_SIGNAL)
+    time.sleep(0.5)
+    for pid in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _collect(outcome: RankOutcome, folder: Path) -> None:
     """Add what the rank left in its files."""
 
     def read(suffix: str) -> str | None:
@@ -149,7 +189,6 @@ def _collect(outcome: RankOutcome, folder: Path) -> RankOutcome:
     value = folder / f"rank{outcome.rank}.value"
     if value.exists():
         outcome.value = pickle.loads(value.read_bytes())
-    return outcome
 
 
 def _describe(outcomes: Sequence[RankOutcome], headline: str) -> str:
@@ -173,7 +212,7 @@ def _describe(outcomes: Sequence[RankOutcome], headline: str) -> str:
 def server_command(executable: str, path: Path) -> list[str]:
     """Return what starts the fork server of an interpreter, which listens at ``path``."""
     script = Path(__file__).with_name("_server.py")
-    return [executable, str(script), str(path), str(Path(__file__).resolve().parents[1]), str(CHILD_SITE)]
+    return [executable, str(script), str(path), str(Path(__file__).resolve().parents[2]), str(CHILD_SITE)]
 
 
 def _start_server(executable: str = sys.executable) -> Path:

@@ -23,8 +23,8 @@ import psutil
 from tests.harness import costs
 from tests.harness._protocol import ScriptJob
 from tests.harness.child_site.fork_start import FOLDER, GIVEN, READ_AT_START
-from tests.harness.patience import patience
-from tests.harness.ranks import fork_of, forks_of_launched_ranks, submit_script
+from tests.harness.patience import patience, wait_until
+from tests.harness.ranks import fork_of, fork_programs, forks_of_launched_ranks
 
 # Inherited by everything the script starts, also by processes that leave its session (torchrun's do). Python
 # processes that have it write whole lines (child_site/sitecustomize.py).
@@ -54,7 +54,7 @@ class ForkedProgram:
     """A Python program that the fork server runs; has what is used here of :class:`subprocess.Popen`."""
 
     def __init__(self, job: ScriptJob) -> None:
-        self._conn, self.pid = submit_script(job)
+        self._conn, (self.pid,) = fork_programs([job])
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -75,7 +75,7 @@ class ForkedProgram:
 
     def _receive(self, timeout: float | None) -> int | None:
         if self.returncode is None and self._conn.poll(timeout):
-            self.returncode = self._conn.recv()
+            _, self.returncode = self._conn.recv()
             self._conn.close()
         return self.returncode
 
@@ -223,12 +223,9 @@ class Script:
         )
 
     def _leftovers(self, settle: float) -> list[str]:
-        deadline = time.monotonic() + settle
-        while True:
-            left = self._still_there()
-            if not left or time.monotonic() > deadline:
-                return [_describe(process) for process in left]
-            time.sleep(0.05)
+        if wait_until(lambda: not self._still_there(), settle, pause=0.05):
+            return []
+        return [_describe(process) for process in self._still_there()]
 
     def _still_there(self) -> list[psutil.Process]:
         with self._lock:

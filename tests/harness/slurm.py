@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -134,13 +133,11 @@ class Slurm(Started):
 
     def wait(self, job: str, timeout: float = 90.0) -> str:
         """Wait until a job has ended; return its state."""
-        deadline = time.monotonic() + patience(timeout)
         # Empty where the controller was too busy to answer.
         goes_on = ("", "PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED")
-        while (state := self.state(job)) in goes_on:
-            assert time.monotonic() < deadline, f"job {job} is still {state}"
-            time.sleep(0.2)
-        return state
+        has_ended = wait_until(lambda: self.state(job) not in goes_on, patience(timeout), 0.2)
+        assert has_ended, f"job {job} is still {self.state(job)}"
+        return self.state(job)
 
     def signal(self, job: str, sig: int) -> None:
         """Send a signal to all tasks of a job, not to its batch script, as ``--signal`` does."""

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 
 from tests.harness import ScriptOutcome
 from tests.harness.cluster import Cluster, why_not
-from tests.harness.patience import patience
+from tests.harness.patience import patience, wait_until
 from tests.models.strategies.outliving import LIMIT, SCRIPT, Fit, check_same, fit
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -53,10 +52,12 @@ def fit_on(
         for host in (0, 1)
     ]
     if event is not None:
-        deadline = time.monotonic() + patience(LIMIT)
-        while not any('"step": 6' in path.read_text() for path in folder.glob("journal.*")):
-            assert time.monotonic() < deadline and started[0].poll() is None
-            time.sleep(0.02)
+        begun = wait_until(
+            lambda: any('"step": 6' in path.read_text() for path in folder.glob("journal.*")),
+            patience(LIMIT),
+            0.02,
+        )
+        assert begun, started[0].poll()
         event(started[1].pid)
     outputs = [one.communicate(timeout=patience(LIMIT))[0] for one in started]
     left = tuple(str(pid) for host in (0, 1) for pid in hosts.pids_on(host))

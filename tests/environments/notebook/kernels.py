@@ -43,7 +43,7 @@ class CellOutput:
 class Kernel:
     """A kernel in a process of its own; a context manager."""
 
-    def __init__(self, folder: Path, python: str = sys.executable, **environment: str) -> None:
+    def __init__(self, folder: Path, **environment: str) -> None:
         self._environment = {
             **os.environ,
             "IPYTHONDIR": str(folder / "ipython"),
@@ -55,7 +55,14 @@ class Kernel:
             connection_file=str(folder / "kernel.json"), transport="ipc", ip=str(folder / "socket")
         )
         self.manager._kernel_spec = KernelSpec(
-            argv=[python, "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+            argv=[
+                sys.executable,
+                "-Xfrozen_modules=off",
+                "-m",
+                "ipykernel_launcher",
+                "-f",
+                "{connection_file}",
+            ],
             language="python",
         )
         self.client: BlockingKernelClient

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_lockstep import AutoBatchSize, LockstepDDPStrategy
 from tests.harness import QUIET, chosen_device, on_device
 
 FULL = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes"
@@ -162,8 +163,6 @@ class RunPeak(pl.Callback):
 
 def largest(*settings: Any, **more: Any) -> Any:
     """An AutoBatchSize that trains with the size that fits, as Lightning's finder does."""
-    from lightning_lockstep import AutoBatchSize
-
     return AutoBatchSize(*settings, **{"global_batch_size": "largest", **more})
 
 
@@ -179,3 +178,8 @@ def trainer(folder: Any, *callbacks: Any, **settings: Any) -> pl.Trainer:
         **settings,
     }
     return pl.Trainer(default_root_dir=str(folder), callbacks=list(callbacks), **settings)
+
+
+def of_two(folder: Any, *callbacks: Any, strategy: Any = None, **settings: Any) -> pl.Trainer:
+    """The Trainer of two ranks."""
+    return trainer(folder, *callbacks, devices=2, strategy=strategy or LockstepDDPStrategy(), **settings)

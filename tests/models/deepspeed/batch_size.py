@@ -19,13 +19,13 @@ from tests.models.deepspeed.run_config import loader
 class Walled(LightningModule):
     """Fails on one rank with batches of more than 10 samples, in the forward or in the backward."""
 
-    def __init__(self, where: str = "", *, on_rank: int = 1, batch_size: int = 4, text: str = FULL) -> None:
+    def __init__(self, where: str = "", *, on_rank: int = 1, batch_size: int = 4) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.first, self.second, self.last = nn.Linear(8, 33), nn.Linear(33, 33), nn.Linear(33, 3)
         self.norm = nn.LayerNorm(33)
         self.tied = self.second  # a layer that is used twice
-        self.where, self.on_rank, self.batch_size, self.text = where, on_rank, batch_size, text
+        self.where, self.on_rank, self.batch_size = where, on_rank, batch_size
         self.losses: list[float] = []
         self.sizes: list[int] = []
 
@@ -33,7 +33,7 @@ class Walled(LightningModule):
         full = self.trainer.global_rank == self.on_rank and len(inputs) > 10
         hidden = self.tied(self.norm(self.first(inputs).relu()))
         if full and self.where == "forward":
-            raise RuntimeError(self.text)
+            raise RuntimeError(FULL)
         return self.second(_FailsInBackward.apply(hidden, full and self.where == "backward"))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

@@ -15,13 +15,13 @@ AUTO_LR = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
 
 
 class Net(LightningModule):
-    """Its optimizer and scheduler are chosen by what it is given."""
+    """Its scheduler is chosen by what it is given."""
 
-    def __init__(self, scheduler: str = "", *, has_optimizer: bool = True) -> None:
+    def __init__(self, scheduler: str = "") -> None:
         super().__init__()
         torch.manual_seed(3)
         self.layers = self.made()
-        self.scheduler, self.has_optimizer = scheduler, has_optimizer
+        self.scheduler = scheduler
         self.losses: list[float] = []
 
     def made(self) -> torch.nn.Module:
@@ -44,7 +44,7 @@ class Net(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 0.02, betas=(0.8, 0.9))
         if not self.scheduler:
-            return optimizer if self.has_optimizer else None
+            return optimizer
         return [optimizer], [getattr(torch.optim.lr_scheduler, self.scheduler)(optimizer, 1)]
 
 

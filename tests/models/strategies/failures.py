@@ -27,10 +27,9 @@ def last_lines(text: str, number: int = 12) -> str:
     return "\n".join(text.rstrip().splitlines()[-number:])
 
 
-def check_kept(
-    folder: Path, rank: int, summary: str, *, place: str = "epoch 0, step 5, batch 5, stage train"
-) -> None:
+def check_kept(folder: Path, rank: int, summary: str) -> None:
     """Check what a failed run has left in its folder, and that the doctor reads it."""
+    place = "epoch 0, step 5, batch 5, stage train"
     record = FailureRecord.from_json((folder / "failure.json").read_text())
     assert (record.rank, record.world_size) == (rank, 2) and summary in record.summary
     assert place_in_words(record.where).startswith(place), record

@@ -87,7 +87,7 @@ def test_two_ranks_learn_the_digits_and_make_one_folder(of_two: Run, place: Path
 def test_one_rank_learns_the_same(of_one: Run, of_two: Run) -> None:
     losses = (column(run.folder / "csv" / "metrics.csv", "train_loss") for run in (of_one, of_two))
     # The sums of one and of two ranks differ by a rounding, which every step makes larger; in float64 they stay
-    # together (tests/ranks/batch_size/test_same_run.py).
+    # together (tests/ranks/same_numbers).
     assert max(abs(a - b) for a, b in list(zip(*losses, strict=True))[:11]) < 1e-5
 
 

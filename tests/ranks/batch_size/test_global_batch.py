@@ -12,8 +12,7 @@ from torch import nn
 from lightning_lockstep import AutoBatchSize, EffectiveBatchSize
 from lightning_lockstep.demo.images import ConvNet, DigitsData
 from tests.harness import run_ranks
-from tests.models.batch_size.models import PassedIn, Walled, trainer
-from tests.models.batch_size.same_run import strategy_for
+from tests.models.batch_size.models import PassedIn, Walled, of_two
 
 ROWS = 240
 
@@ -34,9 +33,8 @@ def without_norm(module: Walled) -> Walled:
     return module
 
 
-def on(ranks: int, folder: str, *callbacks: Any, **settings: Any) -> pl.Trainer:
-    options = {"devices": ranks, "strategy": strategy_for(ranks), "max_steps": -1, "max_epochs": 1}
-    return trainer(folder, *callbacks, **{**options, **settings})
+def trainer(folder: str, *callbacks: Any, **settings: Any) -> pl.Trainer:
+    return of_two(folder, *callbacks, max_steps=-1, max_epochs=1, **settings)
 
 
 #: Largest size that fits, batch size and accumulation as configured, those of the run.
@@ -49,7 +47,7 @@ DIVIDED = {
 }
 
 
-def kept(ranks: int, folder: str) -> dict[str, Any]:
+def kept(folder: str) -> dict[str, Any]:
     """Fits one after the other, on the same ranks."""
     told: dict[str, Any] = {}
     for name, (wall, (size, accumulate), _) in DIVIDED.items():
@@ -57,8 +55,8 @@ def kept(ranks: int, folder: str) -> dict[str, Any]:
         for callbacks in ([AutoBatchSize()], []):
             pl.seed_everything(3, verbose=False)
             steps, room = Steps(), wall if callbacks else 10**9
-            net = without_norm(Walled(room, batch_size=size, rows=ROWS, on_rank=ranks - 1))
-            run = on(ranks, folder, *callbacks, steps, accumulate_grad_batches=accumulate)
+            net = without_norm(Walled(room, batch_size=size, rows=ROWS, on_rank=1))
+            run = trainer(folder, *callbacks, steps, accumulate_grad_batches=accumulate)
             run.fit(net)
             weights.append((steps.steps, steps.weights))
             if callbacks:
@@ -69,31 +67,31 @@ def kept(ranks: int, folder: str) -> dict[str, Any]:
         told[name] = divided, afterwards, found == expected, apart
 
     # A loader that was passed, twice with one Trainer.
-    net, steps = without_norm(PassedIn(7, batch_size=12, rows=ROWS, on_rank=ranks - 1)), Steps()
-    run = on(ranks, folder, AutoBatchSize(), steps)
+    net, steps = without_norm(PassedIn(7, batch_size=12, rows=ROWS, on_rank=1)), Steps()
+    run = trainer(folder, AutoBatchSize(), steps)
     told["passed"] = []
     for _ in range(2):
         run.fit(net, net.loader())
         told["passed"].append((steps.size, steps.accumulate, run.accumulate_grad_batches))
     # A validation first, which takes what fits.
     net, finder = without_norm(Walled(100, batch_size=12, rows=ROWS)), AutoBatchSize()
-    run = on(ranks, folder, finder, steps, limit_val_batches=1.0)
+    run = trainer(folder, finder, steps, limit_val_batches=1.0)
     run.validate(net, verbose=False)
     told["validated"] = [finder.optimal_batch_size, net.batch_size]
     run.fit(net)
     told["validated"] += [steps.size, net.batch_size]
     # Data with a global batch of their own, and one that EffectiveBatchSize keeps.
     data = DigitsData(global_batch_size=64)
-    on(ranks, folder, AutoBatchSize(), steps, accumulate_grad_batches=2).fit(ConvNet(width=8), data)
-    told["data"] = steps.size * steps.accumulate * ranks, data.batch_size
-    on(ranks, folder, AutoBatchSize(), EffectiveBatchSize(48), steps).fit(without_norm(Walled(10)))
-    told["effective"] = steps.size, steps.size * steps.accumulate * ranks
+    trainer(folder, AutoBatchSize(), steps, accumulate_grad_batches=2).fit(ConvNet(width=8), data)
+    told["data"] = steps.size * steps.accumulate * 2, data.batch_size
+    trainer(folder, AutoBatchSize(), EffectiveBatchSize(48), steps).fit(without_norm(Walled(10)))
+    told["effective"] = steps.size, steps.size * steps.accumulate * 2
     return told
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(2, kept, 2, str(tmp_path_factory.mktemp("kept")), backend=None, timeout=170)
+    return run_ranks(2, kept, str(tmp_path_factory.mktemp("kept")), backend=None, timeout=170)
 
 
 @pytest.mark.parametrize("name", DIVIDED)
@@ -101,7 +99,7 @@ def test_steps_and_weights_are_those_without_a_search(found: list[dict[str, Any]
     _, configured, expected = DIVIDED[name]
     for told in found:
         divided, afterwards, same_steps, apart = told[name]
-        assert divided == (expected or (ROWS // len(found), 1))
+        assert divided == (expected or (ROWS // 2, 1))
         assert afterwards == configured and same_steps and apart < 1e-5
 
 
@@ -113,5 +111,5 @@ def test_what_is_configured_is_there_again_after_each_fit_or_evaluation(found: l
 
 def test_a_global_batch_of_the_data_or_of_effective_batch_size_is_kept(found: list[dict[str, Any]]) -> None:
     for told in found:
-        assert told["data"] == (64, 64 // (2 * len(found)))
+        assert told["data"] == (64, 16)
         assert told["effective"] == (8, 48)

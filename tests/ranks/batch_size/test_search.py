@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,28 +15,23 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_lockstep import AutoBatchSize, BatchSizeError, find_executable_batch_size
 from lightning_lockstep.distributed import current_communicator
 from tests.harness import run_ranks
-from tests.models.batch_size.models import FULL, Mid, PassedIn, Walled, largest, trainer
-from tests.models.batch_size.same_run import strategy_for
+from tests.models.batch_size.models import FULL, Mid, PassedIn, Walled, largest, of_two
 
 
-def on(ranks: int, folder: Any, *callbacks: Any, **settings: Any) -> pl.Trainer:
-    return trainer(folder, *callbacks, devices=ranks, strategy=strategy_for(ranks), **settings)
-
-
-def runs_out(ranks: int, folder: str) -> dict[str, Any]:
+def runs_out(folder: str) -> dict[str, Any]:
     """What runs out on the last rank alone, and where; the errors of searches that find nothing."""
     found: dict[str, Any] = {}
     for where in ("forward", "backward", "optimizer", "collate"):
-        module = Walled(300, where=where, on_rank=ranks - 1)
+        module = Walled(300, where=where, on_rank=1)
         callback = largest(margin=0)
-        on(ranks, folder, callback).fit(module)
+        of_two(folder, callback).fit(module)
         found[where] = module.batch_size, callback.result.largest, module.sizes
     for name, settings, module in (
-        ("nothing fits", {"init_val": 64}, Mid(fits=0, on_rank=ranks - 1)),
+        ("nothing fits", {"init_val": 64}, Mid(fits=0, on_rank=1)),
         ("no attribute", {"batch_arg_name": "micro"}, Walled()),
     ):
         try:
-            on(ranks, folder, largest(**settings)).fit(module)
+            of_two(folder, largest(**settings)).fit(module)
         except BatchSizeError as error:  # noqa: PERF203
             found[name] = str(error)
     return found
@@ -74,7 +68,7 @@ def gathers(folder: str) -> dict[str, Any]:
     for how in ("lightning", "in place", "message"):
         module, callback = Gathering(60, how, on_rank=1), largest(margin=0)
         try:
-            on(2, folder, callback).fit(module)
+            of_two(folder, callback).fit(module)
             found[how] = module.batch_size, module.sizes
         except BatchSizeError as error:
             found[how] = str(error)
@@ -99,10 +93,10 @@ class Streams(PassedIn):
         return DataLoader(Endless(), batch_size=self.batch_size)
 
 
-def other_loaders(ranks: int, folder: str) -> dict[str, Any]:
+def other_loaders(folder: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for name, streams in (("uneven", Uneven()), ("stream", Streams())):
-        run = on(ranks, folder, largest(), use_distributed_sampler=False, max_steps=1)
+        run = of_two(folder, largest(), use_distributed_sampler=False, max_steps=1)
         try:
             run.fit(streams)
         except BatchSizeError as error:
@@ -152,16 +146,15 @@ class Unfreezing(Walled):
         return DataLoader(TensorDataset(torch.randn(200, 20)), batch_size=self.batch_size)
 
 
-def milestones(ranks: int, folder: str) -> dict[str, Any]:
+def milestones(folder: str) -> dict[str, Any]:
     """A fit that searches in its first and its third epoch, and one that resumes before the third."""
     module, finder = Unfreezing(), AtMilestones((0, 2), "binsearch", 1, margin=0, global_batch_size="largest")
-    on(ranks, folder, finder, max_steps=-1, max_epochs=4, limit_val_batches=1.0).fit(module)
+    of_two(folder, finder, max_steps=-1, max_epochs=4, limit_val_batches=1.0).fit(module)
     seen = [torch.cat([rows for epoch, rows in module.seen if epoch == n]).tolist() for n in range(4)]
     sizes = [len(next(rows for epoch, rows in module.seen if epoch == n)) for n in range(4)]
     validated = [next(size for epoch, size in module.validated if epoch == n) for n in range(4)]
     settings, path = {"max_steps": -1, "enable_checkpointing": True}, f"{folder}/last.ckpt"
-    first = on(
-        ranks,
+    first = of_two(
         folder,
         AtMilestones((0,), "binsearch", 1, margin=0, global_batch_size="largest"),
         max_epochs=1,
@@ -170,7 +163,7 @@ def milestones(ranks: int, folder: str) -> dict[str, Any]:
     first.fit(Unfreezing())
     first.save_checkpoint(path)
     again = AtMilestones((2,), "binsearch", 1, margin=0, global_batch_size="largest")
-    resumed = on(ranks, folder, again, max_epochs=3, **settings)
+    resumed = of_two(folder, again, max_epochs=3, **settings)
     resumed.fit(Unfreezing(), ckpt_path=path, weights_only=False)
     return {
         "found": finder.found,
@@ -185,13 +178,13 @@ class WithRate(Walled):
     lr = 0.1
 
 
-def finds_a_rate(ranks: int, folder: str) -> int:
+def finds_a_rate(folder: str) -> int:
     """Lightning's search of a learning rate ends its run with an exception that is no failure."""
-    rates = Tuner(on(ranks, folder)).lr_find(WithRate(), num_training=5, update_attr=False)
+    rates = Tuner(of_two(folder)).lr_find(WithRate(), num_training=5, update_attr=False)
     return len(rates.results["lr"])
 
 
-def decorated(ranks: int) -> tuple[list[int], str, str]:
+def decorated() -> tuple[list[int], str, str]:
     rank, tried = current_communicator().rank, []
 
     @find_executable_batch_size(starting_batch_size=512)
@@ -199,7 +192,7 @@ def decorated(ranks: int) -> tuple[list[int], str, str]:
         tried.append(batch_size)
         if fail:
             raise KeyError("a bug on one rank") if rank == 0 else RuntimeError(FULL)
-        if batch_size > 100 and rank == ranks - 1:
+        if batch_size > 100 and rank == 1:
             raise RuntimeError(FULL)
         return f"{name}{batch_size}"
 
@@ -212,21 +205,21 @@ def decorated(ranks: int) -> tuple[list[int], str, str]:
     return tried, first, "no error"
 
 
-def cases(ranks: int, folder: str) -> dict[str, Any]:
+def cases(folder: str) -> dict[str, Any]:
     """Searches one after the other, on the same ranks."""
     return {
-        **runs_out(ranks, folder),
-        **(gathers(folder) if ranks == 2 else {}),
-        **other_loaders(ranks, folder),
-        "milestones": milestones(ranks, folder),
-        "rates": finds_a_rate(ranks, folder),
-        "decorator": decorated(ranks),
+        **runs_out(folder),
+        **gathers(folder),
+        **other_loaders(folder),
+        "milestones": milestones(folder),
+        "rates": finds_a_rate(folder),
+        "decorator": decorated(),
     }
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(2, cases, 2, str(tmp_path_factory.mktemp("search")), backend=None, timeout=170)
+    return run_ranks(2, cases, str(tmp_path_factory.mktemp("search")), backend=None, timeout=170)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer", "collate"])
@@ -255,7 +248,7 @@ def test_a_step_that_gathers_is_tried_on_each_rank_alone(found: list[dict[str, A
 def test_streams_are_refused_and_loaders_of_ranks_may_be_uneven(found: list[dict[str, Any]]) -> None:
     for told in found:
         assert told["stream"][1] == 4 and "IterableDataset, which has no length" in told["stream"][0]
-        assert told["uneven"][0] == (90 if len(found) == 1 else 30), "what every rank has"
+        assert told["uneven"][0] == 30, "what every rank has"
 
 
 def test_a_subclass_searches_again_at_epochs_of_its_own(found: list[dict[str, Any]]) -> None:

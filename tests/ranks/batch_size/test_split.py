@@ -15,12 +15,10 @@ from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
 from lightning_lockstep import AutoBatchSize, BatchSizeError, LockstepDDPStrategy
 from tests.harness import run_ranks
-from tests.models.batch_size.models import FULL, Mid, Walled, _FailsInBackward, trainer
-from tests.models.batch_size.same_run import strategy_for
+from tests.models.batch_size.models import FULL, Mid, Walled, _FailsInBackward, of_two
 
 
 def fit_mid(
-    ranks: int,
     folder: str,
     *,
     strategy: Any = None,
@@ -30,11 +28,10 @@ def fit_mid(
     """Return weights, losses, how many batches were split, and the loss of the epoch."""
     pl.seed_everything(3, verbose=False)
     module, callback = Mid(**kw), AutoBatchSize("off", on_oom="split")
-    run = trainer(
+    run = of_two(
         folder,
         callback,
-        devices=ranks,
-        strategy=strategy or strategy_for(ranks),
+        strategy=strategy,
         max_steps=-1,
         max_epochs=1,
         accumulate_grad_batches=accumulate,
@@ -61,27 +58,26 @@ SPLITS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-def recoveries(ranks: int, folder: str) -> dict[str, Any]:
+def recoveries(folder: str) -> dict[str, Any]:
     """What becomes of batches that do not fit on the last rank."""
-    last, told = ranks - 1, dict[str, Any]()
-    room = {n: fit_mid(ranks, folder, fits=10**9, accumulate=n) for n in (1, 2)}
+    told: dict[str, Any] = {}
+    room = {n: fit_mid(folder, fits=10**9, accumulate=n) for n in (1, 2)}
     for name, (where, accumulate, options) in SPLITS.items():
         weights, losses, count, epoch_loss = fit_mid(
-            ranks,
             folder,
             fits=4,
             where=where,
             only=(0, 3, 7),
-            on_rank=last,
-            strategy=strategy_for(ranks, **options),
+            on_rank=1,
+            strategy=LockstepDDPStrategy(**options),
             accumulate=accumulate,
         )
         right = room[accumulate]
         apart = [abs(a - b) for a, b in zip(losses, right[1], strict=True)]
         told[name] = count, max(*apart, float((weights - right[0]).abs().max()), abs(epoch_loss - right[3]))
-    told["norm"] = fit_mid(ranks, folder, fits=4, where="backward", only=(3,), on_rank=last, use_norm=True)[2]
+    told["norm"] = fit_mid(folder, fits=4, where="backward", only=(3,), on_rank=1, use_norm=True)[2]
     with pytest.raises(BatchSizeError, match="uneven_inputs='join'"):
-        fit_mid(ranks, folder, fits=4, strategy=LockstepDDPStrategy(uneven_inputs="join"))
+        fit_mid(folder, fits=4, strategy=LockstepDDPStrategy(uneven_inputs="join"))
     return told
 
 
@@ -141,13 +137,12 @@ class Logs(Walled):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def logged(ranks: int, folder: str) -> dict[str, Any]:
+def logged(folder: str) -> dict[str, Any]:
     told = {}
     for where in ("", "before", "midst", "after"):
         pl.seed_everything(3, verbose=False)
         module, callback = Logs(where), AutoBatchSize("off", on_oom="split")
-        options = {"devices": ranks, "strategy": strategy_for(ranks), "max_steps": -1, "max_epochs": 1}
-        run = trainer(folder, callback, **options)
+        run = of_two(folder, callback, max_steps=-1, max_epochs=1)
         run.fit(module)
         told[where] = [*module.steps, {name: float(value) for name, value in run.callback_metrics.items()}]
         told[f"{where}, split"] = callback.batches_split
@@ -208,29 +203,29 @@ class WithGradientHooks(pl.LightningModule):
         return DataLoader(TensorDataset(data), batch_size=16)
 
 
-def hooked(ranks: int, folder: str) -> dict[str, Any]:
+def hooked(folder: str) -> dict[str, Any]:
     answers = {}
     for where in ("", "training_step", "halfway", "backward"):
         module, callback = WithGradientHooks(8, where), AutoBatchSize("off", on_oom="split")
-        trainer(folder, callback, devices=ranks, strategy=strategy_for(ranks), max_steps=3).fit(module)
+        of_two(folder, callback, max_steps=3).fit(module)
         counts = {name: module.calls.count(name) for name in set(module.calls)}
         answers[where] = [p.detach().clone() for p in module.parameters()], counts, tuple(module.hooked)
     return answers
 
 
-def cases(ranks: int, folder: str) -> dict[str, Any]:
+def cases(folder: str) -> dict[str, Any]:
     """Fits one after the other, on the same ranks."""
     warnings.simplefilter("ignore")
     return {
-        **recoveries(ranks, folder),
-        "logged": logged(ranks, folder),
-        "hooked": hooked(ranks, folder),
+        **recoveries(folder),
+        "logged": logged(folder),
+        "hooked": hooked(folder),
     }
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(2, cases, 2, str(tmp_path_factory.mktemp("split")), backend=None, timeout=170)
+    return run_ranks(2, cases, str(tmp_path_factory.mktemp("split")), backend=None, timeout=170)
 
 
 @pytest.mark.parametrize("name", SPLITS)

@@ -21,6 +21,9 @@ FITS: tuple[tuple[str, int, str, str], ...] = (
     ("raises", 1, "RankFailedError", "ValueError"),
     ("never evaluates", 1, "CollectiveStallError", "CollectiveStallError"),
     ("raises while the others sleep", 1, "RankFailedError", "ValueError"),
+    ("raises", 0, "ValueError", "RankFailedError"),
+    ("all raise", 0, "ValueError", "ValueError"),
+    ("raises before the others are there", 1, "RankFailedError", "ValueError"),
     ("", 0, "fitted", "fitted"),
     ("other timeout", 0, "fitted", "fitted"),
 )
@@ -31,9 +34,14 @@ class Net(LightningModule):
         super().__init__()
         self.event, self.who, self.layer = event, who, torch.nn.Linear(2, 1)
 
+    def configure_callbacks(self) -> list[Any]:
+        if self.trainer.global_rank == self.who and self.event == "raises before the others are there":
+            raise ValueError("boom")
+        return []
+
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         is_it = self.global_rank == self.who
-        if index == 1 and is_it and self.event == "raises":
+        if index == 1 and (self.event == "all raise" or (is_it and self.event == "raises")):
             raise ValueError("boom")
         if index == 1 and self.event == "raises while the others sleep":
             if is_it:
@@ -57,7 +65,10 @@ def fits() -> list[tuple[str, float, int]]:
     data, ended = DataLoader(TensorDataset(torch.ones(8, 2)), 1), []
     for event, who, *_ in FITS:
         timeout = 77.0 if event == "other timeout" else 1800.0
-        strategy = LockstepDDPStrategy(stall_timeout=0.6, timeout=timeout)
+        # A rank leaves a failed fit up to two seconds after the one that has failed, which then waits for it.
+        strategy = LockstepDDPStrategy(
+            stall_timeout=0.6 if event == "never evaluates" else 20.0, timeout=timeout
+        )
         trainer, began = Trainer(devices=2, max_epochs=1, strategy=strategy, **QUIET), time.monotonic()
         try:
             trainer.fit(Net(event, who), data, data)

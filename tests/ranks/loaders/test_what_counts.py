@@ -111,6 +111,35 @@ def joined(*, by_hand: bool) -> float:
     return moved(net)
 
 
+#: What rank 1 returns as num_items in a batch, and what all ranks raise; the others return 7.
+WRONG: dict[str, tuple[Callable[[int], float | None], str]] = {
+    "negative": (lambda batch: -1, "num_items=-1 on rank 1"),
+    "nan": (lambda batch: float("nan"), "num_items=nan on rank 1"),
+    "not returned": (lambda batch: 7 if batch == 0 else None, "no num_items on rank 1"),
+    "never returned": (lambda batch: None, "no num_items on rank 1"),
+    "never returned, join": (lambda batch: None, "no num_items on rank 1"),
+}
+
+
+def wrong_items(case: str) -> str:
+    of_rank_1, _ = WRONG[case]
+
+    def step(net: Net, batch: Any, index: int) -> Any:
+        count = of_rank_1(index) if net.global_rank == 1 else 7
+        return (
+            mean_of(net, batch, index)
+            if count is None
+            else {"loss": mean_of(net, batch, index), "num_items": count}
+        )
+
+    options: dict[str, Any] = {}
+    if case.endswith("join"):
+        # With loaders of its own a rank may run out before the others, and samples are counted in each step.
+        options = {"strategy": LockstepDDPStrategy(uneven_inputs="join"), "use_distributed_sampler": False}
+    data = rows(12 - 2 * int(os.environ["RANK"]) * bool(options))
+    return refused(ConfigurationError, lambda: fit(Net(step), DataLoader(data, 2), **options))
+
+
 def masks() -> list[list[int]]:
     found: list[list[int]] = []
 
@@ -136,6 +165,7 @@ def cases() -> dict[str, Any]:
         "joined": joined(by_hand=False),
         "joined, manual optimization": joined(by_hand=True),
         "masks": masks(),
+        "items": {case: wrong_items(case) for case in WRONG},
         "two sizes": refused(
             BatchSizeError, lambda: fit(Net(mean_of), two, callbacks=[EffectiveBatchSize(6)])
         ),
@@ -160,6 +190,14 @@ RIGHT: dict[str, Any] = {
 def test_a_step_is_the_mean_over_what_counts(case: str, found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank[case] == pytest.approx(RIGHT[case], rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_number_of_items_that_cannot_be_is_one_error_on_all_ranks(
+    case: str, found: list[dict[str, Any]]
+) -> None:
+    said = f"training_step returned {WRONG[case][1]}: expected the number of items, 0 or more, on every rank."
+    assert [rank["items"][case] for rank in found] == [said] * RANKS
 
 
 def test_padding_leaves_nothing_in_a_module(found: list[dict[str, Any]]) -> None:

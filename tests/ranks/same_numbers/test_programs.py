@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.same_numbers.program import STOCK, Program, draw
-from tests.same_numbers.run import check
+from benchmarks.same_numbers.program import STOCK, Program, draw
+from benchmarks.same_numbers.run import check
 
 #: Forty programs, by their number of ranks; those that start DeepSpeed or mpirun are left to the script.
 PROGRAMS = sorted((draw(seed, ("ddp", "fsdp")) for seed in range(7000, 7040)), key=lambda one: one.ranks)
@@ -24,6 +24,8 @@ NAMED = (
     Program(samples=6, order="random_batches", corrupt=(0,), loss="items", accumulate=3, epochs=2),
     # A rank whose samples have no item, while its batch norm is that of all ranks.
     Program(ranks=2, samples=14, model="net", real=True, loss="items"),
+    # A global batch of items that is kept, in micro-batches that three ranks cannot divide evenly.
+    Program(ranks=3, samples=37, batch=2, order="shuffle", model="net", loss="items", effective=16, epochs=2),
     # Micro-batches that are counted, one of them without a loss; and a step in which no rank has a loss.
     Program(samples=2, order="items", loss="none", accumulate=2),
     Program(ranks=2, samples=4, order="items", loss="none", optimizer="momentum"),

@@ -16,10 +16,7 @@ from lightning_lockstep import AutoBatchSize, LockstepDDPStrategy, OverflowDetec
 from tests.harness import run_ranks
 from tests.models.batch_size.models import FULL, trainer
 
-# -- On their own --
-
-
-# -- Under DDP: what runs the module beside it, times what it remembers between steps --
+# What runs the module beside DDP, times what DDP remembers between steps.
 
 
 class Nan(nn.Module):

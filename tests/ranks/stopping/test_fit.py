@@ -13,20 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lockstep import Preempted, StopTogether
+from lightning_lockstep import Preempted, StopTogether, check_breakpoint, set_breakpoint
 from lightning_lockstep._lightning import EarlyStopping, SLURMEnvironment
 from tests.harness import logged, run_ranks, run_ranks_raw
-from tests.models.stopping.fits import (
-    BATCHES,
-    Module,
-    breakpoints,
-    check_breakpoints,
-    check_preempted,
-    early_stopping_case,
-    fit,
-    preempted_then_resumed,
-    terminate_on,
-)
+from tests.models.stopping.fits import BATCHES, Module, early_stopping_case, fit
 
 
 def all_cases(folder: str) -> dict[str, Any]:
@@ -63,6 +53,63 @@ def test_what_is_said_is_said_once(tmp_path):
     (improved, stopped), of_rank_1 = run_ranks(2, loud, str(tmp_path), backend=None, timeout=150)
     assert of_rank_1 == []
     assert "Metric m improved" in improved and "Signaling Trainer to stop" in stopped
+
+
+def break_on(rank: int, batch: int) -> Any:
+    def act(module: Module, batch_idx: int) -> None:
+        if module.global_rank == rank and module.current_epoch == 0 and batch_idx == batch:
+            set_breakpoint("the loss looks odd")
+        take_time(module, batch_idx, after=(0, batch))
+
+    return act
+
+
+def terminate_on(rank: int, epoch: int, batch: int, number: signal.Signals = signal.SIGTERM) -> Any:
+    def act(module: Module, batch_idx: int) -> None:
+        if (module.global_rank, module.current_epoch, batch_idx) == (rank, epoch, batch):
+            os.kill(os.getpid(), number)
+        take_time(module, batch_idx, after=(epoch, batch))
+
+    return act
+
+
+def take_time(module: Module, batch_idx: int, after: tuple[int, int]) -> None:
+    """Take longer over the batches after a request, so that few of them pass while it travels on a busy machine."""
+    time.sleep(0.1 if (module.current_epoch, batch_idx) > after else 0.003)
+
+
+def breakpoints(folder: str) -> dict[str, Any]:
+    module = Module(act=break_on(1, 7))
+    trainer = fit(module, [StopTogether()], folder, min_epochs=3)
+    found = check_breakpoint()
+    again = Module()
+    fit(again, [StopTogether()], folder, max_epochs=1)
+    return {
+        "last": module.seen[-1][:2],
+        "reason": found.reason if found else None,
+        "min_epochs": trainer.fit_loop.min_epochs,
+        "again": len(again.seen),
+        "after": check_breakpoint(),
+    }
+
+
+def preempted_then_resumed(folder: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"max_epochs": 3, "accumulate_grad_batches": 3}
+    whole, first, second = Module(), Module(act=terminate_on(1, 1, 4)), Module()
+    fit(whole, [StopTogether()], folder, **options)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Preempted) as left:
+        fit(first, [StopTogether()], folder, **options)
+    trainer = fit(second, [StopTogether()], folder, ckpt_path=left.value.checkpoint, **options)
+    return {
+        "code": left.value.code,
+        "reason": left.value.reason,
+        "checkpoint": left.value.checkpoint,
+        "handler given back": signal.getsignal(signal.SIGTERM) == before,
+        "same batches": first.seen + second.seen == whole.seen,
+        "cut": len(first.seen),
+        "steps": trainer.global_step,
+    }
 
 
 def terminate_after_the_last(module: Module) -> Callable[[], None]:
@@ -111,10 +158,9 @@ def outside_of_training(folder: str) -> dict[str, Any]:
 
 
 def stops(folder: str) -> dict[str, Any]:
-    accumulated = {"accumulate_grad_batches": 3}
     return {
         "breakpoint": breakpoints(folder),
-        "signal": preempted_then_resumed(folder, signal.SIGTERM, accumulated),
+        "signal": preempted_then_resumed(folder),
         "outside": outside_of_training(folder),
     }
 
@@ -125,11 +171,22 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_a_breakpoint_on_rank_1_takes_all_ranks_out_after_the_same_batch(stopped):
-    check_breakpoints([value["breakpoint"] for value in stopped])
+    found, other = (value["breakpoint"] for value in stopped)
+    assert found == other
+    assert (0, 7) <= tuple(found["last"]) < (2, BATCHES - 1), "not before the request, and before the end"
+    assert found["reason"] == "rank 1: the loss looks odd"
+    assert found["min_epochs"] == 3, "given back after the fit"
+    assert found["again"] == BATCHES and found["after"] is None
 
 
 def test_a_signal_on_one_rank_saves_ends_all_and_resumes_at_the_next_batch(stopped):
-    check_preempted([value["signal"] for value in stopped], signal.SIGTERM, cut_at=3)
+    found, other = (value["signal"] for value in stopped)
+    assert found == other
+    assert found["code"] == 75 and found["same batches"] and found["handler given back"]
+    assert BATCHES + 5 <= found["cut"] < 3 * BATCHES, "not before the signal, and before the end"
+    assert found["cut"] % 3 == 0, "accumulated gradients are not thrown away"
+    assert found["reason"] == "rank 1: received SIGTERM"
+    assert Path(found["checkpoint"]).name == "preempted.ckpt"
 
 
 def test_a_signal_outside_of_training_is_obeyed_at_the_next_batch_or_the_end(stopped):

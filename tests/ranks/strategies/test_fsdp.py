@@ -7,7 +7,7 @@ import copy
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_lockstep import CollectiveMismatchError, ConfigurationError, FP32Modules, LockstepError
+from lightning_lockstep import ConfigurationError, FP32Modules, LockstepError
 from lightning_lockstep._lightning import (
     ModelPruning,
     OnExceptionCheckpoint,
@@ -265,11 +265,11 @@ OPTIONS: Works = {
 }
 
 
-def working_fits(table: Works) -> dict[str, Any]:
+def working_fits(table: str) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     fsdp_units.LEAST_UNIT = 100
     ranks = int(os.environ["WORLD_SIZE"])
-    for name, (make, options, settings) in table.items():
+    for name, (make, options, settings) in {"models": MODELS, "options": OPTIONS}[table].items():
         if ranks == 1 and name == "replicas":
             continue
         try:
@@ -286,18 +286,10 @@ def working_fits(table: Works) -> dict[str, Any]:
     return answers
 
 
-def fits_of_models() -> dict[str, Any]:
-    return working_fits(MODELS)
-
-
-def fits_with_options() -> dict[str, Any]:
-    return working_fits(OPTIONS)
-
-
-@pytest.mark.parametrize("fits", [fits_of_models, fits_with_options])
-def test_fits_have_the_weights_of_one_process(fits: Callable[[], dict[str, Any]], device: str) -> None:
+@pytest.mark.parametrize("table", ["models", "options"])
+def test_fits_have_the_weights_of_one_process(table: str, device: str) -> None:
     # Two ranks could share a card only over gloo, over which the strategy refuses a card.
-    for answers in run_ranks(1 if device == "cuda" else 2, fits, backend=None, timeout=240):
+    for answers in run_ranks(1 if device == "cuda" else 2, working_fits, table, backend=None, timeout=240):
         wrong = [f"{what}: {one}" for what, one in answers.items() if isinstance(one, str) or one > 1e-5]
         assert not wrong, "\n".join(wrong)
 
@@ -437,6 +429,12 @@ class LaterLayer(Net):
         self.later = nn.Linear(8, 8)
 
 
+class NoLoss(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+
 class Whole(Net):
     """Its optimizer looks at whole parameters."""
 
@@ -465,28 +463,14 @@ def late_refusals() -> dict[str, str]:
             for one in ("LBFGS", "Rprop", "Adafactor")
         ),
         ("a later layer", LaterLayer, {}, {}),
+        ("no loss", NoLoss, {}, {}),
     ):
         try:
             fit(make, 2, fsdp(**options), **settings)
             answers[name] = "nothing"
         except LockstepError as error:  # noqa: PERF203
             answers[name] = str(error)
-    answers["no loss"] = fit_without_a_loss()
     return answers
-
-
-class NoLoss(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return None if batch_idx == 1 else loss
-
-
-def fit_without_a_loss() -> str:
-    try:
-        fit(NoLoss, 2, fsdp())
-    except CollectiveMismatchError as error:
-        return str(error)
-    return "nothing"
 
 
 def uneven_validation() -> str:
@@ -650,40 +634,28 @@ def precision_fits() -> tuple[dict[str, Any], Any]:
     return answers, overflowing_fit()
 
 
-def reductions() -> AbstractContextManager[list[str]]:
-    """The dtypes of the gradients that are reduced meanwhile, one for each reduction."""
-    return calls("reduce_scatter_tensor", "reduce_scatter_single")  # torch 2.9, and 2.13
-
-
-def gathers() -> AbstractContextManager[list[str]]:
-    """The same of parameters that are gathered."""
-    return calls("all_gather_into_tensor", "all_gather_single")
-
-
 @contextmanager
 def calls(*names: str) -> Iterator[list[str]]:
+    """The dtypes of what these operations are called with meanwhile; a release of torch has some of them."""
     called: list[str] = []
-    with ExitStack() as stack:
-        for name in names:
-            if hasattr(torch.distributed, name):
-                stack.enter_context(noting(name, called))
+
+    def noting(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            called.append(str([*args, *kwargs.values()][0].dtype)[6:])
+            return operation(*args, **kwargs)
+
+        return noted
+
+    there = {
+        name: noting(getattr(torch.distributed, name)) for name in names if hasattr(torch.distributed, name)
+    }
+    with patch.multiple(torch.distributed, **there):
         yield called
 
 
-@contextmanager
-def noting(name: str, called: list[str]) -> Iterator[None]:
-    original = getattr(torch.distributed, name)
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        tensor = args[0] if args else next(iter(kwargs.values()))
-        called.append(str(tensor.dtype)[6:])
-        return original(*args, **kwargs)
-
-    setattr(torch.distributed, name, noted)
-    try:
-        yield
-    finally:
-        setattr(torch.distributed, name, original)
+# In torch 2.9, and 2.13.
+reductions = partial(calls, "reduce_scatter_tensor", "reduce_scatter_single")
+gathers = partial(calls, "all_gather_into_tensor", "all_gather_single")
 
 
 @pytest.fixture(scope="module")

@@ -49,9 +49,6 @@ class Run:
     def is_ready(self, generation: int, member: int) -> None:
         self._store.set(f"ready/{generation}/{member}", '["another host", 1]')
 
-    def is_done(self, generation: int, member: int) -> None:
-        self._store.set(f"done/{generation}/0/{member}", "1")
-
 
 @pytest.fixture
 def run() -> Iterator[Run]:
@@ -61,46 +58,6 @@ def run() -> Iterator[Run]:
     for member in made.members:
         member._leave()
         assert not member._thread.is_alive()  # else C++ would abort a process whose Python has ended
-
-
-def test_a_member_that_waits_at_the_end_of_a_call_goes_back_if_another_has_broken_off(run: Run) -> None:
-    run.publish(0, 1, 2)
-    member = run.member(0)
-    run.publish(0, 1, lost=KILLED)
-    run.is_ready(1, 1)
-    with pytest.raises(RankFailedError, match="rank 2 of 3"):
-        member.finish_call()
-
-
-def test_a_member_whose_others_have_come_to_the_end_too_does_not_go_back(run: Run) -> None:
-    run.publish(0, 1, 2)
-    member, other = run.member(0), run.member(1)
-    run.publish(0, 1, lost=KILLED)
-    ends = threading.Thread(target=other.finish_call)
-    ends.start()
-    member.finish_call()
-    ends.join()
-
-
-def test_a_loss_interrupts_a_member_that_connects_and_the_next_one_not_what_it_does_about_that(
-    run: Run,
-) -> None:
-    run.publish(0, 1, 2)
-    member = run.member(0)
-    run.publish(0, 1, lost=KILLED)
-    run.is_ready(1, 1)
-    losses = threading.Timer(0.2, run.publish, (0,), {"lost": KILLED})
-    losses.start()
-    try:
-        with pytest.raises(RankFailedError, match="rank 2 of 3") as raised, member:
-            time.sleep(60)  # it waits for another member in Python
-        run.publish(0, lost=KILLED)
-        assert wait_until(lambda: member.newest.number == 3)
-        time.sleep(0.1)  # an interrupt would come in this time
-        assert member.ends_attempt(raised.value)
-    finally:
-        member._interrupt.remove()
-        losses.join()
 
 
 def test_a_connection_that_a_member_makes_after_the_news_is_ended_too(run: Run) -> None:
@@ -138,9 +95,9 @@ def test_members_that_cannot_connect_though_all_live_ask_for_another_try(
 # -- the first process --
 
 
-def first_process(run: Run, ranks: int, *, hosts: int = 1, spares: int = 0, least: int = 1) -> _Run:
+def first_process(run: Run, ranks: int, *, spares: int = 0) -> _Run:
     """Return what publishes who is left of a run, once it has published the first generation."""
-    return _Run(run.hosted, SideChannel(0, hosts), _Layout(hosts, ranks, spares), least, 10.0)
+    return _Run(run.hosted, SideChannel(0, 1), _Layout(1, ranks, spares), 1, 10.0)
 
 
 def look(first: _Run, **codes: int) -> int | None:
@@ -169,18 +126,6 @@ def test_the_first_process_says_who_was_lost_if_nobody_is_left_to_say_it(
 ) -> None:
     assert look(first_process(run, 2), rank0=-9, rank1=-9) == 137
     assert "rank 1 of 2" in (said := capsys.readouterr().err) and "0 ranks left, and least_ranks=1" in said
-
-
-def test_a_host_that_does_not_answer_is_lost_with_its_ranks_and_spares_and_what_it_says_later_is_ignored(
-    run: Run,
-) -> None:
-    first = first_process(run, 2, hosts=2, spares=1)  # ranks 0-1 and 2-3, spares 4 and 5
-    first._host_ends(1)
-    assert look(first) is None
-    assert run.hosted.current.members == (0, 1, 4)
-    assert [(one.rank, one.kind) for one in run.hosted.current.lost] == [(2, "vanished"), (3, "vanished")]
-    assert look(first, rank3=1) is None  # it has ended because it was cut off
-    assert look(first, rank0=0, rank1=0, rank4=0) == 0
 
 
 def test_a_host_that_is_lost_while_others_are_waited_for_ends_the_start_at_once() -> None:

@@ -63,9 +63,9 @@ def stranger_as(identity: bytes, main: ZeroMQSideChannel) -> Iterator[Any]:
         yield peer
 
 
-def listen(channel: SideChannel, topic: str = "news") -> list[tuple[int, Any]]:
+def listen(channel: SideChannel) -> list[tuple[int, Any]]:
     got: list[tuple[int, Any]] = []
-    channel.on(topic, lambda message: got.append((message.sender, message.body)))
+    channel.on("news", lambda message: got.append((message.sender, message.body)))
     return got
 
 

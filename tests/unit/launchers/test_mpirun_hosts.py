@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from lightning_lockstep.launchers.mpirun_command import (
     find_mpirun,
     mpirun_fault,
 )
+from tests.harness.patience import wait_until
 
 
 def script(path: Path, text: str) -> Path:
@@ -34,10 +34,8 @@ def test_what_a_failed_mpirun_has_started_does_not_stay(tmp_path: Path) -> None:
     program = script(tmp_path / "mpirun", "sleep 600 >/dev/null 2>&1 &\necho $!\nexit 3")
     fault = mpirun_fault(["node1"], MPIRun(str(program), "open_mpi", ""), MPIRunSettings())
     assert "failed with exit code 3" in fault
-    pid, began = int(fault.split()[-1]), time.monotonic()
-    while is_running(pid):
-        assert time.monotonic() - began < 60, "what mpirun had started runs on"
-        time.sleep(0.02)
+    pid = int(fault.split()[-1])
+    assert wait_until(lambda: not is_running(pid), 60), "what mpirun had started runs on"
 
 
 @pytest.mark.parametrize(("name", "why"), [("absent", "not found"), ("", "Permission denied")])

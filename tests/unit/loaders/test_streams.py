@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +11,16 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_lockstep._lightning import _set_sampler_epoch
 from lightning_lockstep.loaders.streams import divides_itself, shared_stream
+from lightning_lockstep.steps.snapshot import seed_generators
 
 
 class Stream(IterableDataset[Any]):
-    """Numbers in an order that is drawn from all global generators, divided among the workers of a loader."""
+    """Numbers in an order that is drawn from all global generators."""
 
     def __init__(self, samples: int, *, shuffle: bool = False) -> None:
         self.samples, self.shuffle = samples, shuffle
@@ -30,8 +30,7 @@ class Stream(IterableDataset[Any]):
         if self.shuffle:
             random.shuffle(order)
             numpy.random.shuffle(order)
-        worker = get_worker_info()
-        yield from order if worker is None else order[worker.id :: worker.num_workers]
+        yield from order
 
 
 class Sized(Stream):
@@ -43,54 +42,24 @@ def shared(loader: Any, rank: int = 0, ranks: int = 1, **options: Any) -> Any:
     return shared_stream(loader, rank, ranks, **options)
 
 
-@contextmanager
-def as_worker(info: Any) -> Iterator[None]:
-    """Let ``get_worker_info`` return ``info``."""
-    holder: Any = torch.utils.data._utils.worker
-    before, holder._worker_info = holder._worker_info, info
-    try:
-        yield
-    finally:
-        holder._worker_info = before
-
-
-def in_workers(loader: Any, workers: int) -> Iterator[Any]:
-    """Give the parts that workers would make, in the order in which a DataLoader takes them."""
-    parts = vars(loader)["_loader"].dataset
-    infos = [SimpleNamespace(id=i, num_workers=workers, seed=i, dataset=parts) for i in range(workers)]
-    readers: list[Iterator[Any]] = [iter(parts) for _ in infos]
-    turn = 0
-    while True:
-        with as_worker(infos[turn]):
-            part = next(readers[turn], None)
-        if part is None:
-            # Whoever comes to the end has none left: the others have given theirs.
-            for info, reader in zip(infos, readers, strict=True):
-                with as_worker(info):
-                    assert next(reader, None) is None
-            return
-        yield part
-        turn = (turn + 1) % workers
-
-
 CASES = [
-    (samples, size, ranks, 3, drops)
+    (samples, size, ranks, drops)
     for samples, size, ranks in product((0, 1, 2, 3, 5, 6, 8, 9, 13), (1, 2), (1, 2, 4))
     for drops in (False, True)
 ]
 
 
-def test_each_sample_is_used_once_on_any_number_of_ranks_and_workers() -> None:
-    for samples, size, ranks, workers, drops in CASES:
-        case = f"{samples} samples, batches of {size}, {ranks} ranks, {workers} workers, {drops=}"
+def test_each_sample_is_used_once_on_any_number_of_ranks() -> None:
+    """With real workers: tests/ranks/loaders."""
+    for samples, size, ranks, drops in CASES:
+        case = f"{samples} samples, batches of {size}, {ranks} ranks, {drops=}"
         given: list[list[list[int]]] = []
+        totals: list[list[int]] = []
         for rank in range(ranks):
             loader = shared(DataLoader(Sized(samples), size, drop_last=drops), rank, ranks)
-            told = list(in_workers(loader, workers))
             batches = [batch.tolist() for batch in loader]
-            assert [batch.tolist() for _, batch in told] == batches, case
             sizes = [loader.batch_sampler.sizes(number) for number in range(len(batches) + 2)]
-            assert [total for _, total in sizes] == [total for total, _ in told] + [0, 0], case
+            totals.append([total for _, total in sizes])
             assert len(loader) == len(batches), case
             own = [batch[:count] if count else [] for batch, (count, _) in zip(batches, sizes, strict=False)]
             # A padding sample stands where a rank has none of its own, and only there.
@@ -101,29 +70,31 @@ def test_each_sample_is_used_once_on_any_number_of_ranks_and_workers() -> None:
             [parts[i % ranks][i // ranks] for i in range(sum(map(len, parts)))]
             for parts in zip(*given, strict=True)
         ]
+        assert totals == [[*map(len, whole), 0, 0]] * ranks, case
         order = [sample for batch in whole for sample in batch]
         kept = samples - samples % (size * ranks) if drops else samples
         assert order == [*range(kept)], case
+
+
+def states() -> Any:
+    return torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state())
 
 
 def test_readers_draw_the_same_order_and_leave_the_random_numbers_of_the_rank_alone() -> None:
     orders = []
     for epoch, rank in product((0, 1), range(2)):
         for seed in (1, 2):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            numpy.random.seed(seed)
-            before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index]
+            seed_generators(seed)
+            list(DataLoader([0]))  # it draws a seed for its workers, with or without any
+            expected = states()
+            seed_generators(seed)
             loader = shared(DataLoader(Stream(20, shuffle=True), None), rank, 2)
             _set_sampler_epoch(loader, epoch)
-            orders.append([*in_workers(loader, 1)])
-            assert [part for _, part in in_workers(loader, 3)] == [part for _, part in orders[-1]]
-            after = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index]
-            assert torch.equal(before[0], after[0])
-            assert before[1:] == after[1:]
+            orders.append([*loader])
+            assert states() == expected
     first, again, other, _, second, *_ = orders
     assert first == again
-    assert sorted(part for _, part in first + other) == [*range(20)]
+    assert sorted(first + other) == [*range(20)]
     assert second != first  # of another epoch
 
 

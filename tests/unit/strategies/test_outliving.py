@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel, RandomDataset
+from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -24,8 +23,7 @@ from lightning_lockstep import (
     LockstepFSDPStrategy,
     LockstepMPIStrategy,
 )
-from lightning_lockstep.loaders.global_order import Share, divided
-from lightning_lockstep.strategies.can_outlive import GlobalBatch, check_fit, check_loader, check_optimizers
+from lightning_lockstep.strategies.can_outlive import check_fit, check_loader, check_optimizers
 from lightning_lockstep.strategies.outliving import _continue_csv, _row
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
@@ -126,49 +124,6 @@ def test_what_outlives_no_rank_is_refused_with_the_reason(case: str, monkeypatch
     call, text = REFUSED[case]
     with pytest.raises((ConfigurationError, LaunchError), match=text):
         call(monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "accumulated", "batch_norm", "sizes", "limit", "every"),
-    [
-        (4, 1, "of_rank", None, 1.0, 0.5),  # nobody is lost
-        (3, 1, "of_rank", (16, 16), 1.0, 6),  # 3 of 7 batches become 6 of 13
-        (1, 1, "of_rank", (8, 8, 8, 8), 1.0, 12),
-        (3, 3, "of_rank", (24, 24, 24, 24), 1.0, 4),
-        (3, 1, "of_batch", (32,), 1.0, 0.5),  # norms see the same samples
-    ],
-)
-def test_the_global_batch_is_that_of_the_start(
-    ranks: int, accumulated: int, batch_norm: str, sizes: tuple[int, ...] | None, limit: float, every: float
-) -> None:
-    """In more micro-batches, none of which has more samples for a rank than at the start."""
-    trainer = SimpleNamespace(
-        accumulate_grad_batches=accumulated,
-        limit_train_batches=1.0,
-        val_check_interval=0.5,
-        state=SimpleNamespace(fn="fit"),
-        training=True,
-        train_dataloader=None,
-    )
-    strategy = SimpleNamespace(
-        num_processes=4,
-        num_nodes=1,
-        world_size=ranks,
-        micro_batches=None,
-        startup=SimpleNamespace(outlives=True),
-        settings=SimpleNamespace(batch_norm=batch_norm),
-    )
-    batch, trainer.strategy = GlobalBatch(strategy), strategy
-    batch.trainer = trainer
-
-    def process(loader: Any) -> Any:
-        return divided(loader, Share(0, ranks, True, trainer.accumulate_grad_batches, strategy.micro_batches))
-
-    batch.process(process, DataLoader(RandomDataset(2, 203), batch_size=8))
-    assert strategy.micro_batches == sizes
-    assert (trainer.limit_train_batches, trainer.val_check_interval) == (limit, every)
-    batch.put_back()
-    assert (trainer.accumulate_grad_batches, trainer.val_check_interval) == (accumulated, 0.5)
 
 
 def test_a_new_rank_0_goes_on_in_the_csv_file_that_the_lost_one_left_within_a_line(tmp_path: Path) -> None:

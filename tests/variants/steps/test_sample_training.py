@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.same_numbers.program import Program
+from benchmarks.same_numbers.run import check
 from lightning_lockstep import LockstepDDPStrategy, LockstepDeepSpeedStrategy, LockstepFSDPStrategy
 from tests.harness import run_ranks
 from tests.models.steps import sample_fits
 from tests.models.steps.sample_fits import OF_SAMPLE, Case, Net, furthest, trained
-from tests.same_numbers.program import Program
-from tests.same_numbers.run import check
 
 CASES = {
     f"{kind} {samples} {micro} {workers}": Case(kind, samples, micro, workers)
@@ -44,9 +44,8 @@ def alone() -> dict[str, dict[str, Tensor]]:
     return run_ranks(1, fits, CASES, backend=None, timeout=300)[0]
 
 
-@pytest.mark.parametrize("ranks", [3])
-def test_weights_and_statistics_do_not_depend_on_ranks_or_workers(ranks: int, alone: Any) -> None:
-    found = run_ranks(ranks, fits, CASES, backend=None, timeout=500)[0]
+def test_weights_and_statistics_do_not_depend_on_ranks_or_workers(alone: Any) -> None:
+    found = run_ranks(3, fits, CASES, backend=None, timeout=500)[0]
     far = {name: furthest(found[name], alone[name]) for name in CASES}
     assert {name: one for name, one in far.items() if one > (1e-12 if "images" in name else 1e-11)} == {}
 
@@ -57,11 +56,10 @@ def test_optimizers_and_batches_of_a_programs_own() -> None:
     assert max(furthest(found[name], expected[name]) for name in OTHER) < 1e-11
 
 
-@pytest.mark.parametrize("ranks", [3])
-def test_a_divided_model_has_the_weights_of_one_rank(ranks: int, alone: Any) -> None:
+def test_a_divided_model_has_the_weights_of_one_rank(alone: Any) -> None:
     names = ["images 101 2 0", "transformer 98 2 0"]
     cases = {name: CASES[name] for name in names}
-    found = run_ranks(ranks, fits, cases, LockstepFSDPStrategy, backend=None, timeout=200)[0]
+    found = run_ranks(3, fits, cases, LockstepFSDPStrategy, backend=None, timeout=200)[0]
     assert max(furthest(found[name], alone[name]) for name in names) < 1e-11
 
 

@@ -73,7 +73,8 @@ def _path_to_package() -> str:
     folder = tempfile.mkdtemp(prefix="lockstep-package-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     Path(folder, PACKAGE.name).symlink_to(PACKAGE)
-    Path(folder, "tests").symlink_to(ROOT / "tests")
+    for name in ("tests", "benchmarks"):
+        Path(folder, name).symlink_to(ROOT / name)
     return folder
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
-from tests.same_numbers.program import Program
+from benchmarks.same_numbers.program import Program
 
 #: The learning rate, and the largest norm or value of gradients where they are clipped.
 RATE, LARGEST = 0.1, 0.05

@@ -117,7 +117,7 @@ class Program:
         return dataclasses.replace(self, ranks=ranks, batch=batch)
 
 
-def parse(text: str) -> Program:
+def program_of(text: str) -> Program:
     """Return the program of a line that ``str`` has made."""
     words = (word.partition("=") for word in text.split())
     return Program(**{name: ast.literal_eval(value) for name, _, value in words})
@@ -264,7 +264,9 @@ REFUSALS = (
     ),
     Limit(
         "FSDP and DeepSpeed refuse a training_step that returns None, and a batch that is None.",
-        lambda p: p.strategy in ("fsdp", "zero1", "zero2") and (p.loss in ("none", "skip") or p.corrupt),
+        lambda p: (
+            (p.strategy == "fsdp" or p.strategy[:4] == "zero") and (p.loss in ("none", "skip") or p.corrupt)
+        ),
         late=True,
     ),
     Limit(
@@ -278,7 +280,7 @@ REFUSALS = (
     ),
     Limit(
         "FSDP and DeepSpeed do not clip gradients by value.",
-        lambda p: p.strategy in ("fsdp", "zero1", "zero2") and p.clip == "value",
+        lambda p: (p.strategy == "fsdp" or p.strategy[:4] == "zero") and p.clip == "value",
     ),
 )
 

@@ -15,9 +15,9 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from tests.same_numbers import model as models
-from tests.same_numbers.fit import Outcome
-from tests.same_numbers.program import BY_BATCH, REFUSALS, Program
+from benchmarks.same_numbers import model as models
+from benchmarks.same_numbers.fit import Outcome
+from benchmarks.same_numbers.program import BY_BATCH, REFUSALS, Program
 
 #: The largest differences of weights in float64, of those in float32 (DeepSpeed's), and of logged values, which
 #: Lightning keeps in float32, as parts of their size.

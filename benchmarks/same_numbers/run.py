@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.same_numbers.fit import Job, Outcome, run_jobs
+from benchmarks.same_numbers.judge import Order, Part, Verdict, judge
+from benchmarks.same_numbers.program import DRAWN, STOCK, Program, impossible, simpler
 from tests.harness import run_ranks_raw
 from tests.harness.patience import patience
 from tests.models.distributed.mpi.launch import run_mpi_raw
-from tests.same_numbers.fit import Job, Outcome, run_jobs
-from tests.same_numbers.judge import Order, Part, Verdict, judge
-from tests.same_numbers.program import DRAWN, STOCK, Program, impossible, simpler
 
 #: A program that takes longer hangs [s].
 LIMIT = 40.0

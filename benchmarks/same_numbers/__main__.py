@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from pathlib import Path
 
-from tests.harness.children import put_on_path
-from tests.same_numbers.program import STOCK, STRATEGIES, Program, draw, impossible, parse
-from tests.same_numbers.run import Result, check, shrink
+from benchmarks.random_runs import parse
+from benchmarks.same_numbers.program import STOCK, STRATEGIES, Program, draw, impossible, program_of
+from benchmarks.same_numbers.run import Result, check, shrink
 
-ROOT = Path(__file__).parents[2]
 #: Programs after which those that failed are shown.
 _AT_ONCE = 100
 
@@ -19,7 +17,6 @@ _AT_ONCE = 100
 def main() -> int:
     """Run the programs that the command line asks for; the exit code is 1 if one is wrong."""
     given = _arguments()
-    put_on_path(ROOT)  # so that ranks find this source tree, whatever is installed
     programs, results = _programs(given), list[Result]()
     wrong: list[tuple[str, Result]] = []
     for first in range(0, len(programs), _AT_ONCE):
@@ -40,9 +37,6 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/same_numbers", description="Random programs, compared with one process."
     )
-    parser.add_argument("--runs", type=int, default=300, help="number of programs (default: 300)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the first; the others follow it")
-    parser.add_argument("--run", type=int, metavar="SEED", help="this one program alone")
     parser.add_argument("--program", help="this program, in the form in which failures are printed")
     parser.add_argument(
         "--strategy",
@@ -53,17 +47,16 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=2, help="groups of ranks at a time (default: 2)")
     parser.add_argument("--shrink", action="store_true", help="make each program that fails small")
-    return parser.parse_args()
+    return parse(parser, runs=300)
 
 
 def _programs(given: argparse.Namespace) -> dict[str, Program]:
     if given.program is not None:
-        program = parse(given.program)
+        program = program_of(given.program)
         if (reason := impossible(program)) is not None:
             raise SystemExit(f"this program says nothing: {reason}")
         return {"program": program}
-    seeds = [given.run] if given.run is not None else range(given.seed, given.seed + given.runs)
-    return {f"--run {seed}": draw(seed, given.strategy) for seed in seeds}
+    return {f"--run {seed}": draw(seed, given.strategy) for seed in given.seeds}
 
 
 def _show(name: str, result: Result) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import importlib
 import os
 import pickle
 import random
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,9 +35,9 @@ from torch.utils.data import (
 )
 
 import lightning_lockstep as lockstep
+from benchmarks.same_numbers import model as models
+from benchmarks.same_numbers.program import BY_BATCH, STOCK, Program
 from tests.harness import QUIET
-from tests.same_numbers import model as models
-from tests.same_numbers.program import BY_BATCH, STOCK, Program
 
 
 @dataclass
@@ -110,8 +112,7 @@ def trainer_of(program: Program, stop: int) -> Trainer:
         "ddp": lockstep.LockstepDDPStrategy,
         "fsdp": lockstep.LockstepFSDPStrategy,
         "mpi": lockstep.LockstepMPIStrategy,
-        "zero1": lockstep.LockstepDeepSpeedStrategy,
-        "zero2": lockstep.LockstepDeepSpeedStrategy,
+        **dict.fromkeys(("zero1", "zero2", "zero3"), lockstep.LockstepDeepSpeedStrategy),
     }
     if program.real:
         options |= {"random_numbers": "of_sample", "batch_norm": "of_batch"}
@@ -220,8 +221,12 @@ class Net(LightningModule):
             self.open_epoch = self.current_epoch
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        whole: AbstractContextManager[Any] = nullcontext()
+        if self.program.strategy == "zero3":
+            whole = importlib.import_module("deepspeed").zero.GatheredParameters([*self.net.parameters()])
         if self.program.strategy != "fsdp":
-            self.outcome.weights.append((self.current_epoch, models.vector(self.net)))
+            with whole:
+                self.outcome.weights.append((self.current_epoch, models.vector(self.net)))
         metrics = self.trainer.callback_metrics
         values = {name: float(metrics[name]) for name in metrics if "step_" in name}
         self.outcome.steps.append((self.current_epoch, batch_idx, values))
