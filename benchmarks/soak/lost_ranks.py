@@ -54,12 +54,14 @@ def draw(seed: int) -> tuple[int, list[str], str]:
         phase = draws.choice([*places, *(IN_RECOVERY if orders else ())])
         step = 1 if phase in IN_RECOVERY else draws.choice(places[phase])
         at = -1 if phase in IN_RECOVERY else step
-        if at not in orders:
-            orders[at] = f"{member}:{phase}:{step}"
+        # The others may have made the step in whose optimizer a rank dies, and be in the next one.
+        seen_at = {at, at + (phase == "optimizer")}
+        if seen_at.isdisjoint(orders):
+            orders |= dict.fromkeys(seen_at, f"{member}:{phase}:{step}")
             # In each of the options these come in that step.
             is_sure = member < 4 and phase in ("forward", "backward", "optimizer", "save")
             of_ranks += [step] if is_sure else []
-    drawn = list(orders.values())
+    drawn = list(dict.fromkeys(orders.values()))
     if (
         spares and of_ranks and draws.random() < 0.5
     ):  # the process that is started after the first loss is waited for
