@@ -1,4 +1,7 @@
-"""A whole search on all ranks: what it refuses, its trials by real steps, and the size found."""
+"""A whole search on all ranks: what it refuses, its trials by real steps, and the size found.
+
+Loaders are refused in ``loaders.py``.
+"""
 
 from __future__ import annotations
 

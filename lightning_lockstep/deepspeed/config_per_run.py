@@ -124,7 +124,7 @@ def _has_async_io() -> bool:
 
 
 def _on_a_cpu(config: Mapping[str, Any]) -> Iterator[Limit]:
-    """Yield what fails on a CPU; tests/variants/deepspeed/test_device_support.py asks DeepSpeed itself."""
+    """Yield what fails on a CPU; tests/unit/deepspeed/test_device_support.py asks DeepSpeed itself."""
     # What works there, if only for show: pinned memory, overlap_comm, communication_data_type,
     # zero_hpz_partition_size, and quantizing below stage 3.
     from deepspeed.accelerator import get_accelerator

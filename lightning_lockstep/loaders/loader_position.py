@@ -234,7 +234,7 @@ class _Resume:
             _set_sampler_epoch(loader, self.point.epoch)
             resumable.resumes_at = self.batches, record.get("drawn_from") if self.within_epoch else None
         if self.within_epoch:
-            if not self._goes_on(loader, record, trainer) and self._communicator.is_main:
+            if not self._go_on_with(loader, record, trainer) and self._communicator.is_main:
                 _log.warning(
                     "The checkpoint does not have the position of a loader for"
                     f" {counted(self._communicator.world_size, 'rank')} with batches of {batch_size_of(loader)}: epoch"
@@ -245,12 +245,14 @@ class _Resume:
             # The epoch draws its order from the same random state as without the stop.
             set_random_states(record["now"], _generators(loader))
 
-    def _goes_on(self, loader: Any, record: dict[str, Any], trainer: Any) -> bool:
+    def _go_on_with(self, loader: Any, record: dict[str, Any], trainer: Any) -> bool:
         """Let a loader go on with the next sample of its epoch, and return whether it is certainly that one."""
         parts, unit = _divided(loader), record.get("units", {}).get(self.point.batches)
         known = self.same_ranks and record.get("samples") == batch_size_of(loader)
-        if parts is None or unit is None:
-            return known and unit is None
+        if unit is None:  # the checkpoint knows its batches alone
+            return known
+        if parts is None:  # it knows the samples, and this loader is not divided by samples
+            return False
         alone = len(self.records) == 1
         batches = parts.go_on_at(
             unit, self.point.epoch, record["drawn_from"], trainer.accumulate_grad_batches if alone else 1

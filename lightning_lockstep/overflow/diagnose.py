@@ -1,4 +1,7 @@
-"""Whether a bad value is an alarm, and which module made it: what a replay of its batch shows."""
+"""Whether a bad value is an alarm, and which module made it: what a replay of its batch shows.
+
+``replay.py`` has the replay itself, and the remedies that are tried.
+"""
 
 from __future__ import annotations
 

@@ -203,6 +203,7 @@ def gradients_apart(parameters: Iterable[nn.Parameter], *, hooks: bool) -> Itera
             _exchange(parameter, other)
             stack.callback(_exchange, parameter, other)
             if hooks:
+                # To set them is what has autograd call them for the memory that the parameter has now.
                 parameter._backward_hooks = parameter._backward_hooks
                 held: Any = parameter
                 held._post_accumulate_grad_hooks = held._post_accumulate_grad_hooks

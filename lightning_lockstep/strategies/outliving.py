@@ -93,11 +93,11 @@ class Recovery:
         self._at_begin = RandomState.capture()  # of the call
         self._before_step = -1, self._at_begin  # number, and random states
         self._buffers: BufferCopies | None = None  # before the step
-        self._hooks = _Hooks()
+        self._hooks = _Hooks()  # that run now: a loss has them run again
         self._values: list[ModuleAttributes] = []  # logged in this epoch
-        self._rows: dict[Row, dict[str, Any]] = {}  # that loggers were given last
-        self._written: set[Row] = set()  # before a loss
-        self._made_again = -1  # up to this step
+        self._rows: dict[Row, dict[str, Any]] = {}  # that loggers were given last, for the next rank 0
+        self._written: set[Row] = set()  # rows that were logged before a loss, and are not to be logged again
+        self._made_again = -1  # the last step that is made again
         self._loss: dict[str, Any] | None = None  # what is still to be said of it
         self._batch = GlobalBatch(strategy)
         self._attach(
@@ -149,6 +149,7 @@ class Recovery:
         if self._attached is trainer:
             return
         self._attached = trainer
+        # Between these calls of Lightning's connector the hooks of all callbacks run.
         self._attach(
             trainer._logger_connector,
             on_batch_start=self._batch_begins,

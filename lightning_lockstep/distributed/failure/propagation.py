@@ -177,7 +177,7 @@ class FailurePropagation:
         record = self.record
         may_be_own = self.state in ("raised", "over")
         if record is not None and not (may_be_own and record.rank == self.channel.rank):
-            raise self._stopped(record)
+            raise self._error_because_of(record)
 
     def ends_wait(self) -> bool:
         """Raise what ends a wait for others, or return whether this rank has raised that and must wait for nobody."""
@@ -200,8 +200,7 @@ class FailurePropagation:
         """Return the error that this rank is to raise in place of one that ended its work."""
         # The first rank to fail informs the others and keeps its error, and so does a rank that raises an error of the
         # same type. A rank whose collective broke because of a failure gets a `RankFailedError` with the first one's
-        # report: if an error looks like such a consequence, this rank asks the guard, and waits up to a third of the
-        # grace period for the message.
+        # report.
         if isinstance(error, SystemExit) and error.code == (outcome.expected_exit_code or object()):
             return error
         if isinstance(error, KeyboardInterrupt):
@@ -210,31 +209,35 @@ class FailurePropagation:
         if is_told_to_end and not self.failed:
             self._note_ended()
         is_own = isinstance(error, (LockstepError, SystemExit))
-        is_broken = not is_own and is_broken_collective(error)
-        is_told = isinstance(error, RankFailedError) and error.record is None  # as by in_rank_order
-        if self.record is None and (is_broken or is_told):
-            if is_broken and self.guard is not None:
-                self.guard.explain(error)
-            # A rank that was killed counts as lost only after the time in which it could connect again.
-            seconds = max(self.grace_period / 3, BACK_WITHIN + _ON_ITS_WAY)
-            self.channel.wait_for(lambda: self.failed, seconds, stops=False)
+        if not self.failed:
+            self._wait_for_cause(error, is_broken=not is_own and is_broken_collective(error))
         if isinstance(error, RankFailedError):
             if self.record is not None and self.state == "failed":
-                return self._stopped(self.record)
-            self._raises(self.record or self.describe(error))
+                return self._error_because_of(self.record)
+            self._has_raised(self.record or self.describe(error))
             return error
         record = self.record
         is_explained = record is not None and record.kind == "collective"
         if record is not None and is_explained and (isinstance(error, CollectiveError) or not is_own):
-            return self._stopped(record, error)
+            return self._error_because_of(record, error)
         first = self._first_failure(error)
         if first.rank == self.channel.rank or is_alike(error, first):
-            return self._own(error, first)
+            return self._with_own_ending(error, first)
         if is_told_to_end or not isinstance(error, SystemExit):
-            return self._stopped(first)
+            return self._error_because_of(first)
         if not leaves_in_order(error):
             self._keep(first)
         return error  # ranks that leave by sys.exit() on purpose, all of them, keep their own exit codes
+
+    def _wait_for_cause(self, error: BaseException, *, is_broken: bool) -> None:
+        """If an error looks like a consequence of another rank's failure, wait for news of that."""
+        is_told = isinstance(error, RankFailedError) and error.record is None  # as by in_rank_order
+        if is_broken and self.guard is not None:
+            self.guard.explain(error)
+        if is_broken or is_told:
+            # A rank that was killed counts as lost only after the time in which it could connect again.
+            seconds = max(self.grace_period / 3, BACK_WITHIN + _ON_ITS_WAY)
+            self.channel.wait_for(lambda: self.failed, seconds, stops=False)
 
     def report_child_exit(self, rank: int, returncode: int, pid: int) -> FailureRecord:
         """Inform all ranks that one that this rank has started has ended; return what is known of who failed first."""
@@ -306,10 +309,10 @@ class FailurePropagation:
         with self.channel.news:
             first = self._first() or own
             if was_running:
-                self._stops(first)
+                self._begin_to_end(first)
             return first
 
-    def _raises(self, record: FailureRecord) -> None:
+    def _has_raised(self, record: FailureRecord) -> None:
         with self.channel.news:
             self.state, self.record = "raised", self.record or record
 
@@ -372,14 +375,14 @@ class FailurePropagation:
         first = self._first()
         if self.state == "running" and first is not None:
             self.state = "failed"
-            self._stops(first)
+            self._begin_to_end(first)
 
     def _say(self, record: FailureRecord) -> None:
         """Print a failure that does not end this rank, because it is over with the attempt."""
         if self.prints_report and record.rank != self.channel.rank and record.kind != "interrupt":
             interrupt_clock.after(0.0, lambda: outcome.say_last(self._keep(record).printed()))
 
-    def _stops(self, record: FailureRecord) -> None:
+    def _begin_to_end(self, record: FailureRecord) -> None:
         """Take a failure for the one that ends this attempt, and start the countdown."""
         self.record, self._since = record, time.monotonic()
         if self._outlived:
@@ -449,7 +452,7 @@ class FailurePropagation:
 
     # -- the error that this rank raises ----------------------------------------------------------------
 
-    def _own(self, error: BaseException, first: FailureRecord) -> BaseException:
+    def _with_own_ending(self, error: BaseException, first: FailureRecord) -> BaseException:
         """Settle how this rank's own error is printed: by rank 0, or by this rank if rank 0 has not answered."""
         if leaves_in_order(error):
             return error  # by sys.exit(0): it is a failure for those that do not leave
@@ -493,15 +496,15 @@ class FailurePropagation:
         outcome.force_exit_at_shutdown(130)
         return error
 
-    def _stopped(self, record: FailureRecord, error: BaseException | None = None) -> BaseException:
+    def _error_because_of(self, record: FailureRecord, error: BaseException | None = None) -> BaseException:
         """Return what this rank raises because of a record, if need be in place of ``error``."""
         if self._outlived:
             return RankFailedError(record.report(), record)
         if record.kind == "interrupt":
             return self._interrupted(KeyboardInterrupt())
-        self._raises(record)
+        self._has_raised(record)
         if record.kind == "collective":
-            return self._own(
+            return self._with_own_ending(
                 error if isinstance(error, CollectiveError) else record.collective_error(), record
             )
         record = self._keep(record)
