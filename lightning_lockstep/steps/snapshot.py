@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -99,12 +100,15 @@ def gpu_state() -> Any:
 # -- The state of every random number generator that a training step may draw from --
 
 
+def _states(others: Iterable[torch.Generator]) -> list[Any]:
+    of_numpy = numpy.random.get_state(legacy=False)  # of any bit generator
+    return [torch.get_rng_state(), random.getstate(), of_numpy, *(one.get_state() for one in others)]
+
+
 def random_states(others: Iterable[torch.Generator] = ()) -> list[Any]:
     """Return the states of the global generators of torch (CPU), Python and numpy, and of others, as plain data."""
-    state: Any = numpy.random.get_state()
-    kind, keys, *rest = state
-    own = [generator.get_state() for generator in others]
-    return [torch.get_rng_state(), random.getstate(), (kind, keys.tolist(), *rest), *own]
+    of_torch, of_python, of_numpy, *own = _states(others)
+    return [of_torch, of_python, apply_to_collection(of_numpy, numpy.ndarray, numpy.ndarray.tolist), *own]
 
 
 def set_random_states(states: Sequence[Any], others: Iterable[torch.Generator] = ()) -> None:
@@ -127,7 +131,7 @@ class RandomState:
     def capture(cls, others: Iterable[torch.Generator] = ()) -> RandomState:
         """Save the states; nothing is read from a device."""
         kept = list(others)
-        return cls(random_states(kept), gpu_state(), kept)
+        return cls(_states(kept), gpu_state(), kept)
 
     def restore(self) -> None:
         set_random_states(self.states, self.others)

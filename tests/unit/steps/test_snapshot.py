@@ -6,11 +6,19 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
-from lightning_lockstep.steps.snapshot import BufferCopies, restored, whole_run
+from lightning_lockstep.steps.snapshot import (
+    BufferCopies,
+    RandomState,
+    random_states,
+    restored,
+    set_random_states,
+    whole_run,
+)
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
@@ -59,3 +67,19 @@ def test_sparse_buffers_are_restored() -> None:
     edges.mul_(2)
     copies.restore()
     assert module.edges is edges and torch.equal(edges.to_dense(), torch.eye(3))
+
+
+@pytest.mark.parametrize("kind", [numpy.random.MT19937, numpy.random.PCG64, numpy.random.Philox])
+def test_numpy_goes_on_with_any_bit_generator(kind: Any) -> None:
+    before = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(kind(1))
+    try:
+        state, plain = RandomState.capture(), random_states()
+        assert "array(" not in str(plain[2])
+        drawn = numpy.random.rand(3).tolist()
+        state.restore()
+        assert numpy.random.rand(3).tolist() == drawn
+        set_random_states(plain)
+        assert numpy.random.rand(3).tolist() == drawn
+    finally:
+        numpy.random.set_bit_generator(before)
