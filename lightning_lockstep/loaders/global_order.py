@@ -28,6 +28,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
     Sampler,
     SequentialSampler,
     Subset,
@@ -90,16 +91,31 @@ def drawn(sampler: Any, most: int) -> Order:
     # `most`: more than that a sampler gives only if it is endless.
     if type(sampler) is SequentialSampler:
         return numpy.arange(len(sampler))
+    if type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement:
+        return _permutations(len(sampler.data_source), len(sampler))
+    items, chunks = iter(sampler), list[Any]()
     declared = sized_len(sampler)
-    items = list(islice(sampler, most + 1) if declared is None else sampler)
-    if declared is None and len(items) > most:
-        raise ConfigurationError(
-            f"{type(sampler).__name__} has no length and gave more than {most:,} batches or samples for one epoch:"
-            " expected one that ends. Give it a length, or divide the data yourself and set"
-            " Trainer(use_distributed_sampler=False)."
-        )
-    items = items[:declared]  # a DataLoader is not asked for more than its length
-    return numpy.array(items) if set(map(type, items)) == {int} else items
+    while chunk := list(islice(items, 65_536)):
+        chunks.append(numpy.array(chunk) if set(map(type, chunk)) == {int} else chunk)
+        if declared is None and sum(map(len, chunks)) > most:
+            raise ConfigurationError(
+                f"{type(sampler).__name__} has no length and gave more than {most:,} batches or samples for one epoch:"
+                " expected one that ends. Give it a length, or divide the data yourself and set"
+                " Trainer(use_distributed_sampler=False)."
+            )
+    if chunks and all(isinstance(chunk, numpy.ndarray) for chunk in chunks):
+        order: Order = numpy.concatenate(chunks)
+    else:
+        order = [item for chunk in chunks for item in _listed(chunk)]
+    return order[:declared]  # a DataLoader is not asked for more than its length
+
+
+def _permutations(samples: int, count: int) -> Order:
+    """Return what a ``RandomSampler`` without a generator gives, without a list of Python's numbers."""
+    generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+    rounds = range(-(-count // samples)) if samples else ()
+    found = [torch.randperm(samples, generator=generator).numpy() for _ in rounds]
+    return found[0][:count] if len(found) == 1 else numpy.concatenate([*found, numpy.arange(0)])[:count]
 
 
 def _listed(part: Order) -> list[Any]:
