@@ -440,8 +440,11 @@ class FailurePropagation:
 
     def _outlast_others(self) -> None:
         """Wait for the end of the others of this host: without rank 0 each prints its last lines, above the report."""
+        self.end_connections()  # they may wait for this rank
+        # Not for that of rank 1, which reports the end of rank 0 too, and waits for this rank.
+        others = [pid for rank, pid in self._others_here().items() if rank > 1]
         deadline = time.monotonic() + self.grace_period / 2
-        while time.monotonic() < deadline and any(map(_runs, self._others_here().values())):
+        while time.monotonic() < deadline and any(map(_runs, others)):
             time.sleep(_LOOK_EVERY)
 
     def _others_here(self) -> dict[int, int]:
