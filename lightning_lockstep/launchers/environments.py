@@ -250,7 +250,7 @@ def check_has_device(
     # Who starts each rank by hand, or from a notebook, says how many there are; Kubeflow says how many pods.
     size, expected = os.environ.get("WORLD_SIZE", ""), num_devices * num_nodes
     by_hand = isinstance(environment, LockstepEnvironment) and launcher_pid() is None
-    if by_hand and size.isdigit() and int(size) != expected:
+    if by_hand and environment.creates_processes_externally and size.isdigit() and int(size) != expected:
         raise LaunchError(
             f"devices={num_devices} and num_nodes={num_nodes} ask for {counted(expected, 'rank')}, but {size} were"
             " started: expected as many. Set devices in the Trainer to the number of ranks of a node."
