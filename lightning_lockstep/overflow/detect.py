@@ -247,6 +247,7 @@ class _ActivationWatch:
         self._values: list[Tensor] = []  # lowest and highest of each output of this step, on the device
         self._allowed = settings.allowed
         self._device = torch.empty(0, device=module.device).device  # with its index
+        self._on_xla = self._device.type == "xla"
         self._names = {m: name for m, name in module_names(module).items() if settings.watched.match(name)}
         self._handles = [register_module_forward_hook(self._called)] if settings.mode == "hooks" else []
 
@@ -265,18 +266,20 @@ class _ActivationWatch:
     def _called(self, module: Any, args: Any, output: Any) -> None:
         if not self.active or (name := self._names.get(module)) is None:
             return
-        for label, value in output_values(output):
+        # Nearly every output is one tensor, and each microsecond is multiplied by the number of modules.
+        values = (("output", output),) if isinstance(output, Tensor) else output_values(output)
+        for label, value in values:
             if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
                 self._note(name, label, value)
 
     def _note(self, name: str, label: str, tensor: Tensor) -> None:
-        allow_inf = self._allowed.match(f"{name}.{label}")
+        allow_inf = bool(self._allowed.patterns) and self._allowed.match(f"{name}.{label}")
         ends: Sequence[Tensor]
         try:
             if tensor.device != self._device or hasattr(tensor, "to_local"):
                 raise NotImplementedError
             values = tensor.detach()
-            if values.device.type == "xla":
+            if self._on_xla:
                 # Its minimum and maximum ignore a nan, and aminmax is read to the host.
                 bad_here = values.isnan().any() if allow_inf else ~values.isfinite().all()
                 ends = (torch.where(bad_here, float("nan"), 0.0),) * 2
