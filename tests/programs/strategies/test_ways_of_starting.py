@@ -1,16 +1,32 @@
-"""Scripts whose ranks are spawned, forked or started by mpirun: a rank that is killed, and signals to one or to all."""
+"""Scripts whose ranks are spawned, forked or started by mpirun or torchrun: a fit, a killed rank, signals."""
 
 from __future__ import annotations
 
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness import start_script
+from tests.harness import run_script, start_script
 from tests.models.distributed.mpi.launch import mpi_environ
 from tests.models.strategies.failures import LIMIT, SCRIPT, check_kept, last_lines, run
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+# `popen`: tests/programs/package/test_pytorch_lightning.py.
+@pytest.mark.parametrize("start", ["spawn", "fork", "torchrun", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_a_fit_whose_ranks_are_started_as_a_user_starts_them(start: str) -> None:
+    """No rank is a fork of a process that has imported everything, so a fault of an import or an exec shows."""
+    command = [*TORCHRUN, str(SCRIPT), "none"] if start == "torchrun" else [str(SCRIPT), "none", start]
+    env = mpi_environ() if start == "mpi" else None
+    outcome = run_script(command, env=env, fresh=True, timeout=LIMIT)
+    assert (outcome.returncode, outcome.leftovers) == (0, ()), outcome.output
+    losses = re.findall(r"rank (\d) fitted (\S+)", outcome.stdout)
+    ranks = ["0"] if start in ("spawn", "fork") else ["0", "1"]
+    assert sorted(rank for rank, _ in losses) == ranks and len({loss for _, loss in losses}) == 1, losses
 
 
 @pytest.mark.parametrize("start", ["spawn", "fork"])
