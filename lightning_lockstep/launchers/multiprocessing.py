@@ -130,7 +130,7 @@ def _error_of_ranks(folder: Path, ended: mp.ProcessExitedException, group: Ranks
         return KeyboardInterrupt()
     advice = f"\n{_MEMORY}" if group.in_cell and -code in _FOR_MEMORY else ""
     report = record.report() + advice
-    failed = record.collective_error() if record.kind == "collective" else RankFailedError(report, record)
+    failed = record.error() if record.kind == "collective" else RankFailedError(report, record)
     set_ending(failed, Ending(f"\nlightning-lockstep: {report}\n", record.exit_code, replaces=True))
     return show_in_cell(failed, f"{type(failed).__name__}: {report}")
 

@@ -149,7 +149,8 @@ class RankSupervisor:
         group, options = current_group(), (timeout, self.settings.silence_limit)
         if self.propagation is None or group is None:
             return False
-        connects_anew = self.propagation.meet(timeout, renews=group.options != options)
+        self.propagation.check()  # a failure may have ended this attempt already
+        connects_anew = self.propagation.attempt.meet(timeout, renews=group.options != options)
         if connects_anew:
             self.forget_group()
         return connects_anew
@@ -165,7 +166,7 @@ class RankSupervisor:
             propagation = self.propagation or self._take_part(communicator.side_channel)
             # Without the other settings, so that a next run with the same settings of the guard keeps the same guard.
             settings = settings_of(GuardSettings, vars(self.settings))
-            propagation.prints_report = prints_report  # of another rank's failure
+            propagation.attempt.prints_report = prints_report  # of another rank's failure
             of_ranks = communicator.gather((settings.guard, socket.gethostname(), os.getpid()))
             guards = [guard for guard, *_ in of_ranks]
             guard_on(communicator.side_channel, propagation, settings, of_ranks=guards)
@@ -178,8 +179,8 @@ class RankSupervisor:
     def _take_part(self, channel: SideChannel) -> FailurePropagation:
         """Enter the next attempt, with what the user has set about failures before one can arrive."""
         self.propagation = propagation = propagation_on(channel)
-        propagation.grace_period = self.settings.grace_period
-        propagation.folder = self.folder
+        propagation.attempt.grace_period = self.settings.grace_period
+        propagation.attempt.folder = self.folder
         propagation.check_told_to_end = self._check_sigterm
         propagation.enter()
         return propagation
@@ -242,12 +243,12 @@ class RankSupervisor:
 
     def leave_if_raised(self) -> None:
         """Be over with an attempt in which this rank has raised, because its Trainer has cleaned up."""
-        if self.propagation is not None and self.propagation.state == "raised":
-            self.propagation.leave()
+        if self.propagation is not None and self.propagation.attempt.state == "raised":
+            self.propagation.attempt.leave()
 
     def _leave(self) -> None:
         if self.propagation is not None:
-            self.propagation.leave()
+            self.propagation.attempt.leave()
 
     def _keep_alone(self, error: BaseException) -> None:
         """Keep the failure of a run of one rank, or of rank 0 before the ranks have met."""

@@ -70,7 +70,7 @@ class _StartedRanks(RankProcesses):
     def _has_gone(self, local_rank: int) -> bool:
         """Return whether a child has ended in the middle of a fit without an error, as by `os._exit(0)`."""
         propagation = _propagation()
-        if propagation is None or propagation.state != "running":
+        if propagation is None or propagation.attempt.state != "running":
             return False
         has_ended = self.processes[local_rank].poll() is not None
         return has_ended and not propagation.channel.has_closed(self.first_rank + local_rank)
@@ -194,7 +194,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def _child_ended(self, ranks: _StartedRanks, local_rank: int, process: subprocess.Popen[bytes]) -> None:
         rank, propagation = ranks.first_rank + local_rank, _propagation()
         if propagation is not None:
-            propagation.report_child_exit(rank, process.returncode, process.pid)
+            propagation.attempt.report_child_exit(rank, process.returncode, process.pid)
             return
         # The ranks have not met yet, so the main thread waits for a rank that will not come.
         ended = describe_exit(rank, self.num_processes * self.num_nodes, process.pid, process.returncode)
@@ -211,7 +211,7 @@ def _reports_lost_parent() -> bool:
     """Note in a child that its parent has ended, which its connections tell later; return whether anybody listens."""
     propagation = _propagation()
     if propagation is not None:
-        propagation.report_lost_parent()
+        propagation.attempt.report_lost_parent()
     return propagation is not None
 
 
@@ -252,9 +252,11 @@ def _end_children() -> None:
         ranks.kill()
         return
     if propagation is not None:
-        propagation.come_to_end()
+        propagation.attempt.end_program()
     ranks.wait()
     if (failed := ranks.first_failed()) and propagation is not None:
         local_rank, process = failed
-        record = propagation.report_child_exit(ranks.first_rank + local_rank, process.returncode, process.pid)
+        record = propagation.attempt.report_child_exit(
+            ranks.first_rank + local_rank, process.returncode, process.pid
+        )
         end_now(record.exit_code, keep_failure(record).printed())

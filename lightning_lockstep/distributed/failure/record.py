@@ -36,12 +36,12 @@ from lightning_lockstep._text import SAVED, exit_in_words, ranks_in_words
 from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.distributed.failure.tracebacks import format_error, user_function
 from lightning_lockstep.errors import (
-    CollectiveError,
     CollectiveMismatchError,
     CollectiveStallError,
     FailedRank,
     FailureKind,
     LockstepError,
+    RankFailedError,
 )
 
 # -- What is known of the rank that failed first, and the text that reports it --
@@ -73,10 +73,14 @@ class FailureRecord(FailedRank):
         """Whether the rank's process has ended, so that no program can have caught what happened."""
         return self.kind in ("exit", "signal", "vanished")
 
-    def collective_error(self) -> CollectiveError:
-        """Return the error that all ranks raise because of a diagnosis, of which this is the record."""
-        kind, text = CollectiveMismatchError, self.traceback.partition(": ")[2].rstrip("\n")
-        return kind(text) if self.summary.startswith(kind.__name__) else CollectiveStallError(text)
+    def error(self) -> BaseException:
+        """Return what the other ranks raise because of this failure."""
+        if self.kind == "interrupt":
+            return KeyboardInterrupt()
+        if self.kind != "collective":
+            return RankFailedError(self.report(), self)
+        mismatch, text = CollectiveMismatchError, self.traceback.partition(": ")[2].rstrip("\n")
+        return mismatch(text) if self.summary.startswith(mismatch.__name__) else CollectiveStallError(text)
 
     @property
     def is_of_all(self) -> bool:
@@ -222,15 +226,15 @@ def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:_HEADLINE]}{more}".removesuffix(": ")
 
 
-def leaves_in_order(error: BaseException) -> bool:
-    """Return whether an error is a program's own wish to end without one, which is a failure if others go on."""
+def is_orderly_exit(error: BaseException) -> bool:
+    """Return whether a program exits with code 0 on purpose, which is a failure if other ranks go on."""
     return (
         isinstance(error, SystemExit) and not isinstance(error, SIGTERMException) and error.code in (None, 0)
     )
 
 
-def is_alike(error: BaseException, record: FailureRecord) -> bool:
-    """Return whether ``error`` is of the type that another rank has failed with, and no consequence of that."""
+def is_same_error(error: BaseException, record: FailureRecord) -> bool:
+    """Return whether ``error`` is of the type with which another rank has failed, and no consequence of that."""
     if isinstance(error, LockstepError):  # of all ranks
         return True
     same_type = record.summary.partition(":")[0] == type(error).__name__
@@ -249,7 +253,7 @@ def is_broken_collective(error: BaseException) -> bool:
     """Return whether ``error`` is how a backend reports that a peer has exited or did not arrive."""
     if isinstance(error, (DistError, ConnectionError)):
         return True
-    if not isinstance(error, RuntimeError):
+    if not isinstance(error, RuntimeError) or isinstance(error, LockstepError):
         return False
     text = str(error).lower()
     return any(word in text for word in _BROKEN) or re.search(_STORE, text) is not None

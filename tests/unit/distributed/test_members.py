@@ -197,7 +197,7 @@ def attempt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_a_loss_that_came_before_the_attempt_was_entered_ends_it(attempt: Any) -> None:
-    attempt.propagation.lose(KILLED)
+    attempt.propagation.attempt.outlive(KILLED)
     attempt.propagation.enter()
     with pytest.raises(RankFailedError, match="rank 2 of 3"):
         attempt.propagation.check()
@@ -207,9 +207,9 @@ def test_no_countdown_of_a_loss_that_the_channel_has_seen_first_ends_a_rank_that
     attempt: Any,
 ) -> None:
     attempt.propagation.enter()
-    attempt.propagation._decide(-1, KILLED)
+    attempt.propagation.attempt._decide(-1, KILLED)
     assert attempt.later
-    attempt.propagation.lose(KILLED)
+    attempt.propagation.attempt.outlive(KILLED)
     for _, function, arguments in attempt.later:
         if function == attempt.propagation._grace_ends:
             function(*arguments)
@@ -224,7 +224,7 @@ def test_a_member_that_waits_at_the_end_of_a_call_hears_that_another_one_has_rai
     member.propagation = lambda: attempt.propagation
     attempt.propagation.enter()
     raised = describe_error(ValueError("boom at the end"), 0, 2)
-    news = threading.Timer(0.2, attempt.propagation._decide, (1, raised))
+    news = threading.Timer(0.2, attempt.propagation.attempt._decide, (1, raised))
     ends = threading.Timer(20.0, run.publish, (0,), {"ends": True})  # so that it does not wait forever
     news.start(), ends.start()
     try:
