@@ -37,6 +37,7 @@ from lightning_lockstep._lightning import (
     find_free_network_port,
     move_data_to_device,
 )
+from lightning_lockstep._system import shell_exit_code
 from lightning_lockstep.distributed import shut_down
 from lightning_lockstep.distributed.failure.process_exit import (
     Ending,
@@ -144,7 +145,7 @@ def show_in_cell(error: BaseException, text: str) -> BaseException:
 # -- Runs a function in several ranks, and waits for them --
 
 _ANSWER = "answer"  # a file of rank 0: what it returned, and the exit on which all ranks agreed, if any
-_INTERRUPTED = 130  # exit code after Ctrl-C, where Lightning's own would be 1
+_INTERRUPTED = shell_exit_code(-signal.SIGINT)  # exit code after Ctrl-C, where Lightning's own would be 1
 _CTRL_C = 2.0  # how long ranks that a terminal's Ctrl-C has reached may take before they get it from here [s]
 _KILLED = 5.0  # how long the operating system may take to end a killed process [s]
 

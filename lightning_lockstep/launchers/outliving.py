@@ -30,6 +30,7 @@ from typing import Any
 
 from lightning_lockstep._lightning import _TunerExitException
 from lightning_lockstep._settings import MEMBER
+from lightning_lockstep._system import shell_exit_code
 from lightning_lockstep._text import counted, say
 from lightning_lockstep.distributed.failure.members import HostedMembers, Membership, current_membership
 from lightning_lockstep.distributed.failure.process_exit import (
@@ -117,7 +118,7 @@ class _HostProcesses(RankProcesses):
                 if run is not None:
                     self._code = run.look()
         self.kill()  # spare processes, and ranks whose time is over
-        return 128 + signal.SIGINT if signals.asked == signal.SIGINT else self._code
+        return shell_exit_code(-signal.SIGINT) if signals.asked == signal.SIGINT else self._code
 
     def start_members(self, numbers: Iterable[int]) -> None:
         # Signals of a terminal reach the ranks from this process alone.
@@ -129,7 +130,7 @@ class _HostProcesses(RankProcesses):
             process = self.processes.pop(number)
             code = process.returncode
             if code < 0 and is_stopping:  # what was asked to end is not lost
-                code = 128 - code
+                code = shell_exit_code(code)
             self._channel.post("ended", [number, process.pid, code], to=0)
 
     def _over(self, message: Message) -> None:
@@ -192,7 +193,7 @@ class _Run:
                 if code and number in self._replaceable:
                     self._replace(self._host_of[number])
             elif code:
-                self._end(code if code > 0 else 128 - code)
+                self._end(shell_exit_code(code))
         self._newcomers = [one for one in self._newcomers if one in self._left]
         for number in filter(self._hosted.has_come, list(self._newcomers)):
             self._newcomers.remove(number)

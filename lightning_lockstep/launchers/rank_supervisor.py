@@ -23,7 +23,7 @@ from lightning_lockstep._lightning import (
     _TunerExitException,
 )
 from lightning_lockstep._settings import Faults, is_whole, settings_of
-from lightning_lockstep._system import usable_cores
+from lightning_lockstep._system import shell_exit_code, usable_cores
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator, shut_down
 from lightning_lockstep.distributed.failure.process_exit import Ending, outcome, set_ending
@@ -226,7 +226,8 @@ class RankSupervisor:
 
     def _error_to_raise(self, error: BaseException) -> BaseException:
         if isinstance(error, SIGTERMException) and error.code is None:
-            error.code = 128 + signal.SIGTERM  # Lightning's has none, and Python would exit with 0
+            # Lightning's has none, and Python would exit with 0.
+            error.code = shell_exit_code(-signal.SIGTERM)
         if self.propagation is None:
             self._keep_alone(error)
             return error
@@ -282,7 +283,7 @@ class RankSupervisor:
     def _check_sigterm(self) -> None:
         trainer = self._trainer()
         if trainer is not None and trainer.received_sigterm:
-            raise SIGTERMException(128 + signal.SIGTERM)
+            raise SIGTERMException(shell_exit_code(-signal.SIGTERM))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "propagation": None, "_trainer": NoneType}

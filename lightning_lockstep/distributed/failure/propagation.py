@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from lightning_lockstep._lightning import SIGTERMException
-from lightning_lockstep._system import on_ctrl_c
+from lightning_lockstep._system import on_ctrl_c, shell_exit_code
 from lightning_lockstep.distributed.failure.attempt import ARRIVES_WITHIN, attempt_on, is_running
 from lightning_lockstep.distributed.failure.interrupt import (
     Interrupt,
@@ -235,7 +235,7 @@ class FailurePropagation:
             first = self._keep(self.attempt.fail(error))
         if first.kind == "interrupt":
             self._ends_by_force = None
-        outcome.force_exit_at_shutdown(130)
+        outcome.force_exit_at_shutdown(shell_exit_code(-signal.SIGINT))
         return error
 
     def _error_because_of(self, record: FailureRecord, error: BaseException | None = None) -> BaseException:

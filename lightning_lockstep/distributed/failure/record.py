@@ -31,7 +31,7 @@ from torch.distributed import DistError
 
 from lightning_lockstep._lightning import SIGTERMException
 from lightning_lockstep._settings import NOTES_FOLDER
-from lightning_lockstep._system import write_report, write_whole
+from lightning_lockstep._system import shell_exit_code, write_report, write_whole
 from lightning_lockstep._text import SAVED, exit_in_words, ranks_in_words
 from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.distributed.failure.tracebacks import format_error, user_function
@@ -94,7 +94,7 @@ class FailureRecord(FailedRank):
         place = f" {others}at {place_in_words(self.where)}" if self.where else ""
         process = f" (host {self.host}, process {self.pid})" if self.host else ""
         who = f"rank {self.rank} of {self.world_size}{process}"
-        if self.kind == "signal" and self.summary.startswith("killed by "):
+        if self.kind == "signal":
             return f"{who} was {self.summary}{place}"
         if self.is_of_all:
             return f"all {self.world_size} ranks stopped{place}: {self.summary}"
@@ -145,7 +145,6 @@ _RAISED_BY_ALL = ("OverflowDetectedError", "ReplicaMismatchError")
 _VERBS: dict[str, str] = {
     "exception": "failed",
     "exit": "ended",
-    "signal": "was killed",
     "vanished": "was lost",
     "interrupt": "was interrupted",
     "collective": "failed",
@@ -202,11 +201,11 @@ def describe_error(
     where: Callable[[], Mapping[str, Any]] = own_place,
 ) -> FailureRecord:
     kind: FailureKind = "interrupt" if isinstance(error, KeyboardInterrupt) else "exception"
-    code = 130 if kind == "interrupt" else 1
-    if isinstance(error, SystemExit):
-        # Lightning's SIGTERMException carries no code. If one rank alone exits, even code 0 is a failure.
-        code = error.code if isinstance(error.code, int) and error.code else 1
-        code = 128 + signal.SIGTERM if isinstance(error, SIGTERMException) else code
+    code = shell_exit_code(-signal.SIGINT) if kind == "interrupt" else 1
+    if isinstance(error, SIGTERMException):  # Lightning's carries no code
+        code = shell_exit_code(-signal.SIGTERM)
+    elif isinstance(error, SystemExit) and isinstance(error.code, int):
+        code = error.code or 1  # if one rank alone exits, even code 0 is a failure
     place, function = dict(where()), user_function(error)
     if function is not None:
         place["in"] = function
@@ -244,9 +243,10 @@ def is_same_error(error: BaseException, record: FailureRecord) -> bool:
 def describe_exit(rank: int, world_size: int, pid: int, returncode: int) -> FailureRecord:
     """Return the record of a process of this host that has ended with a return code, negative for a signal."""
     kind: FailureKind = "signal" if returncode < 0 else "exit"
-    code = 128 - returncode if returncode < 0 else returncode or 1  # of the job
     host, summary = socket.gethostname(), exit_in_words(returncode)
-    return FailureRecord(rank, world_size, host, pid, kind, summary, exit_code=code)
+    return FailureRecord(
+        rank, world_size, host, pid, kind, summary, exit_code=shell_exit_code(returncode) or 1
+    )
 
 
 def is_broken_collective(error: BaseException) -> bool:
