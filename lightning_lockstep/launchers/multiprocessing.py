@@ -40,12 +40,12 @@ from lightning_lockstep._lightning import (
 from lightning_lockstep._system import shell_exit_code
 from lightning_lockstep.distributed import shut_down
 from lightning_lockstep.distributed.failure.process_exit import (
-    Ending,
+    ExitReport,
     drop_what_nobody_reads,
     end_now,
     flush_everything,
     outcome,
-    set_ending,
+    set_exit_report,
 )
 from lightning_lockstep.distributed.failure.record import (
     describe_error,
@@ -132,7 +132,7 @@ def _error_of_ranks(folder: Path, ended: mp.ProcessExitedException, group: Ranks
     advice = f"\n{_MEMORY}" if group.in_cell and -code in _FOR_MEMORY else ""
     report = record.report() + advice
     failed = record.error() if record.kind == "collective" else RankFailedError(report, record)
-    set_ending(failed, Ending(f"\nlightning-lockstep: {report}\n", record.exit_code, replaces=True))
+    set_exit_report(failed, ExitReport(f"\nlightning-lockstep: {report}\n", record.exit_code, replaces=True))
     return show_in_cell(failed, f"{type(failed).__name__}: {report}")
 
 

@@ -34,11 +34,11 @@ from lightning_lockstep._system import shell_exit_code
 from lightning_lockstep._text import counted, say
 from lightning_lockstep.distributed.failure.members import HostedMembers, Membership, current_membership
 from lightning_lockstep.distributed.failure.process_exit import (
-    Ending,
+    ExitReport,
     end_now,
     flush_everything,
     outcome,
-    set_ending,
+    set_exit_report,
 )
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_exit, keep_failure
 from lightning_lockstep.distributed.process_group import (
@@ -384,5 +384,5 @@ def _end_of_run(membership: Membership, supervisor: RankSupervisor) -> RankFaile
     assert isinstance(record, FailureRecord)
     text = keep_failure(record.in_folder(supervisor.folder())).printed() if is_first else ""
     outcome.force_exit_at_shutdown(record.exit_code)
-    set_ending(error, Ending(text, record.exit_code, replaces=True))
+    set_exit_report(error, ExitReport(text, record.exit_code, replaces=True))
     return error

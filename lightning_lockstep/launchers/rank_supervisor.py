@@ -26,7 +26,7 @@ from lightning_lockstep._settings import Faults, is_whole, settings_of
 from lightning_lockstep._system import shell_exit_code, usable_cores
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator, shut_down
-from lightning_lockstep.distributed.failure.process_exit import Ending, outcome, set_ending
+from lightning_lockstep.distributed.failure.process_exit import ExitReport, outcome, set_exit_report
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.failure.record import (
     describe_error,
@@ -189,7 +189,7 @@ class RankSupervisor:
         """Raise an error that every rank raises, before the ranks meet for this Trainer: rank 0 prints it."""
         group = current_group()
         if not self._rejoin() and group is not None and group.rank:
-            set_ending(error, Ending(replaces=True))
+            set_exit_report(error, ExitReport(replaces=True))
         raise error if self.propagation is None else self.propagation.error_to_raise(error)
 
     def _rejoin(self) -> bool:
@@ -261,7 +261,7 @@ class RankSupervisor:
         if code in (None, 0, outcome.expected_exit_code):
             return
         record = describe_error(error, trainer.global_rank, trainer.world_size)
-        set_ending(error, Ending(keep_failure(record.in_folder(self.folder())).saved_to()))
+        set_exit_report(error, ExitReport(keep_failure(record.in_folder(self.folder())).saved_to()))
 
     def _say_interrupted(self) -> None:
         """Say where Ctrl-C has ended a script, and which checkpoint there is; a Hydra job says that itself."""

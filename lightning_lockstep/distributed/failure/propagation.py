@@ -44,12 +44,12 @@ from lightning_lockstep.distributed.failure.interrupt import (
     keep_from_forks,
 )
 from lightning_lockstep.distributed.failure.process_exit import (
-    Ending,
+    ExitReport,
     clock,
     end_now,
     interrupt_clock,
     outcome,
-    set_ending,
+    set_exit_report,
 )
 from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
@@ -138,7 +138,7 @@ class FailurePropagation:
         """Plan how the waits of this rank, and its process, end because of a failure."""
         if self.attempt.state == "over":
             if self.attempt.prints_report and record.rank != self.channel.rank and record.kind != "interrupt":
-                interrupt_clock.after(0.0, lambda: outcome.say_last(self._keep(record).printed()))
+                interrupt_clock.after(0.0, lambda: outcome.say_last(self._leave_notes(record).printed()))
             return
         self._known_since = time.monotonic()
         if self.attempt.is_outlived:
@@ -179,7 +179,7 @@ class FailurePropagation:
         """End this process by force because of a failure, from any thread; prints the report if this rank is to."""
 
         def report() -> str:  # a file system that hangs holds it for a while only
-            kept = self._keep(record)
+            kept = self._leave_notes(record)
             return kept.printed() if self.attempt.prints_report and outcome.note is None else ""
 
         end_now(record.exit_code, report)
@@ -214,7 +214,7 @@ class FailurePropagation:
         if is_told_to_end or not isinstance(error, SystemExit):
             return self._error_because_of(first)
         if not is_orderly_exit(error):
-            self._keep(first)
+            self._leave_notes(first)
         return error  # ranks that leave by sys.exit() on purpose, all of them, keep their own exit codes
 
     def _wait_for_cause(self, error: BaseException) -> None:
@@ -232,7 +232,7 @@ class FailurePropagation:
         """Ctrl-C reaches every rank of a terminal by itself: report it once, wait for nobody."""
         # A second one would end this report before the other ranks have it; later Lightning ignores it too.
         with on_ctrl_c(signal.SIG_IGN):
-            first = self._keep(self.attempt.fail(error))
+            first = self._leave_notes(self.attempt.fail(error))
         if first.kind == "interrupt":
             self._ends_by_force = None
         outcome.force_exit_at_shutdown(shell_exit_code(-signal.SIGINT))
@@ -247,12 +247,12 @@ class FailurePropagation:
         self.attempt.note_raised(record)
         if record.kind == "collective":
             return self._own_error(error if isinstance(error, CollectiveError) else record.error(), record)
-        record = self._keep(record)
+        record = self._leave_notes(record)
         outcome.force_exit_at_shutdown(record.exit_code)
         if self.attempt.prints_report and self.attempt.decided_alone:
             self._outlast_others()
         stopped, text = record.error(), record.printed() if self.attempt.prints_report else ""
-        set_ending(stopped, Ending(text, record.exit_code, self._time_to_exit, replaces=True))
+        set_exit_report(stopped, ExitReport(text, record.exit_code, self._time_to_exit, replaces=True))
         return stopped
 
     def _own_error(self, error: BaseException, first: FailureRecord) -> BaseException:
@@ -264,29 +264,29 @@ class FailurePropagation:
         # Only Python's excepthook ends a rank in time, which is not called in one that multiprocessing has started.
         if is_first or is_ours or outcome.note is None:
             self._ends_by_force = None
-        record = self._keep(first)
-        ending = self._ending_of_own(error, record)
-        set_ending(error, ending)
+        record = self._leave_notes(first)
+        report = self._report_of_own(error, record)
+        set_exit_report(error, report)
         if record.kind == "collective":
             # Destructors wait for peers, and to free the compiler that has read call sites takes seconds.
             outcome.force_exit_at_shutdown(record.exit_code, unless_caught=True)
         elif is_ours:
             self.attempt.record = None  # they may still meet, as to save a checkpoint
         else:
-            ending.deadline, ending.exit_code = self._time_to_exit, record.exit_code
+            report.deadline, report.exit_code = self._time_to_exit, record.exit_code
             if is_first:
                 self._exit_first(error, record)
         return error
 
-    def _ending_of_own(self, error: BaseException, first: FailureRecord) -> Ending:
+    def _report_of_own(self, error: BaseException, first: FailureRecord) -> ExitReport:
         """Return what is printed of this rank's own error."""
         headline, saved, is_first = first.headline(), first.saved_to(), first.rank == self.channel.rank
         if not self.attempt.prints_report and not self.attempt.decided_alone:
-            return Ending(replaces=True)
+            return ExitReport(replaces=True)
         if not is_first and self.attempt.describe(error).summary != first.summary:
-            return Ending(first.printed(), headline=f"lightning-lockstep: {headline}")
+            return ExitReport(first.printed(), headline=f"lightning-lockstep: {headline}")
         text = f"{headline}\n{saved}".rstrip() if is_first and not isinstance(error, LockstepError) else saved
-        return Ending(text, headline=headline)
+        return ExitReport(text, headline=headline)
 
     def _exit_first(self, error: BaseException, record: FailureRecord) -> None:
         """Settle how the program of the rank that failed first exits, if it does not catch the error."""
@@ -302,7 +302,7 @@ class FailurePropagation:
     def _time_to_exit(self) -> float:
         return self.attempt.grace_period + _CHILDREN_END
 
-    def _keep(self, record: FailureRecord) -> FailureRecord:
+    def _leave_notes(self, record: FailureRecord) -> FailureRecord:
         """Leave the notes of a failure, and on the rank that prints it the file that the record names."""
         prints = self.attempt.prints_report or record.rank == self.channel.rank
         if prints and (self.channel.rank == 0 or self.attempt.decided_alone):

@@ -56,7 +56,7 @@ HELD = """
     sys.excepthook = lambda *args: usual(*args)  # another library's: ours stands in front of it and behind it
     threading.Thread(target=time.sleep, args=(600,)).start()
     error = ValueError("boom")
-    process_exit.set_ending(error, process_exit.Ending(deadline=0.5, exit_code=5, replaces={}))
+    process_exit.set_exit_report(error, process_exit.ExitReport(deadline=0.5, exit_code=5, replaces={}))
     process_exit.outcome.on_force = lambda: print("children ended")
     raise error
 """
@@ -68,7 +68,7 @@ CAUGHT = """
 """
 TAKEN = """
     error = ValueError("boom")
-    process_exit.set_ending(error, process_exit.Ending("\\nlightning-lockstep: boom\\n", 137, replaces=True))
+    process_exit.set_exit_report(error, process_exit.ExitReport("\\nlightning-lockstep: boom\\n", 137, replaces=True))
     try:
         raise error
     except {}:
@@ -87,7 +87,7 @@ DROPPED = f"""
 CHAINED = """
     try:
         error = ValueError("boom")
-        process_exit.set_ending(error, process_exit.Ending("rank 1 of 2 failed: ValueError: boom"))
+        process_exit.set_exit_report(error, process_exit.ExitReport("rank 1 of 2 failed: ValueError: boom"))
         raise error
     except ValueError:
         raise OSError("no space left")  # as where Lightning's own handling of the failure fails in turn
@@ -99,7 +99,7 @@ NO_THREADS = """
         raise RuntimeError("can't start new thread")
 
     error = ValueError("boom")
-    process_exit.set_ending(error, process_exit.Ending(deadline=30.0, exit_code=7))
+    process_exit.set_exit_report(error, process_exit.ExitReport(deadline=30.0, exit_code=7))
     threading.Thread(target=time.sleep, args=(60.0,)).start()
     threading.Thread.start = refuse
     raise error
@@ -143,7 +143,7 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
         import threading
         os.dup2(writer, 2)
         error = ValueError("lost")
-        process_exit.set_ending(error, process_exit.Ending(deadline=0.3, exit_code=7))
+        process_exit.set_exit_report(error, process_exit.ExitReport(deadline=0.3, exit_code=7))
         threading.Thread(target=threading.Event().wait).start()
         raise error
         """,
@@ -248,7 +248,7 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
         """
         import time
         error = ValueError("boom")
-        process_exit.set_ending(error, process_exit.Ending(deadline=0.1, exit_code=5))
+        process_exit.set_exit_report(error, process_exit.ExitReport(deadline=0.1, exit_code=5))
         try:
             raise error
         except ValueError:

@@ -114,7 +114,7 @@ def raise_beside_a_frozen_rank() -> tuple[str, float, bool]:
     raised = crash.error_to_raise(ValueError("boom beside a frozen rank"))
     seconds = time.monotonic() - began
     os.kill(pids[0], signal.SIGKILL)  # nothing waits for the limit of the test
-    return str(raised), seconds, process_exit.ending_of(raised).replaces
+    return str(raised), seconds, process_exit.exit_report_of(raised).replaces
 
 
 def test_a_rank_whose_rank_0_is_frozen_prints_its_own_error() -> None:
