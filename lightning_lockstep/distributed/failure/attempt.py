@@ -83,9 +83,10 @@ class Attempt:
         self.number = 0  # how many attempts this rank has entered
         self.state: Literal["running", "failed", "raised", "over"] = "over"
         self.record: FailureRecord | None = None  # of the rank that failed first in this attempt
+        self.failed_at = 0.0  # when the record was known here, of a monotonic clock [s]
         self.decided_alone = False  # because rank 0 does not answer
         self.is_outlived = False  # a rank is lost: that ends all attempts over this group, and no other rank
-        self._first_of: dict[int, FailureRecord] = {}  # the first failure of each attempt that has one
+        self._failures: dict[int, FailureRecord] = {}  # the first failure of each attempt that has one
         self._entered = 0.0  # of a monotonic clock [s]
         self._topics: Counter[str] = Counter()
         self._meeting: Gather | None = None
@@ -99,7 +100,7 @@ class Attempt:
     @property
     def ended_process(self) -> FailureRecord | None:
         """The record of the first rank whose process has ended, if one has."""
-        return self._first_of.get(_EVERY_ATTEMPT)
+        return self._failures.get(_EVERY_ATTEMPT)
 
     def topic(self, name: str) -> str:
         """Return ``name`` with the number of the attempt, and how often that has asked; the same on every rank."""
@@ -131,7 +132,7 @@ class Attempt:
         if self._meeting is None:
             return False
         self._meeting.timeout = timeout
-        has_failed = any(number < self.number for number in self._first_of)
+        has_failed = any(number < self.number for number in self._failures)
         return any(self._meeting.collect(self.number, has_failed or renews).complete("The begin of a run"))
 
     def leave(self) -> None:
@@ -148,10 +149,10 @@ class Attempt:
         own = self.describe(error)
         with self.channel.news:
             was_running, self.state = self.state == "running", "raised"
-        if self._first(self.number) is None:
+        if self._failure_of(self.number) is None:
             self._report(self.number, own)
         with self.channel.news:
-            first = self._first(self.number) or own
+            first = self._failure_of(self.number) or own
             if was_running:
                 self._end_with(first)
             return first
@@ -165,7 +166,7 @@ class Attempt:
         """On rank 0: let all ranks raise an error of the guard; return false if there is another failure."""
         # While rank 0 waits in `meet`, others may still be ending the attempt before. The guard asks again.
         may_be_late = time.monotonic() - self._entered < self.grace_period
-        if self.number - 1 in self._first_of and may_be_late:
+        if self.number - 1 in self._failures and may_be_late:
             return False
         return self._decide(self.number, replace(self.describe(error), kind="collective"))
 
@@ -173,7 +174,7 @@ class Attempt:
         """End all attempts over this group, but no rank, because the others outlive one. Ranks: any, alone."""
         with self.channel.news:
             self.is_outlived = True
-            self._first_of.setdefault(_EVERY_ATTEMPT, record)
+            self._failures.setdefault(_EVERY_ATTEMPT, record)
             self._apply()
             self.channel.news.notify_all()
 
@@ -190,7 +191,7 @@ class Attempt:
             return
         self.channel.post(_FAILURE, [number, record.to_json()], to=0)
         seconds = ARRIVES_WITHIN if record.kind == "interrupt" else self.grace_period / 3
-        if not self.channel.wait_for(lambda: self._first(number) is not None, seconds, stops=False):
+        if not self.channel.wait_for(lambda: self._failure_of(number) is not None, seconds, stops=False):
             self._decide(number, record)
 
     def _decide(self, number: int, record: FailureRecord) -> bool:
@@ -199,10 +200,10 @@ class Attempt:
         if record.ended and not record.where:  # it cannot say where it was; the other ranks are near
             record = replace(record, where=own_place())
         with self.channel.news:
-            if number in self._first_of:
-                return False  # what a rank has said explains more than a diagnosis
+            if number in self._failures:
+                return False  # what a rank has raised explains more than a diagnosis
             if number == _EVERY_ATTEMPT:  # or than that its process has ended
-                record = next((one for one in self._first_of.values() if one.rank == record.rank), record)
+                record = next((one for one in self._failures.values() if one.rank == record.rank), record)
             if self.channel.rank != 0:
                 self.decided_alone = True
             else:
@@ -219,12 +220,11 @@ class Attempt:
         """Keep what is decided, and apply it to this rank."""
         with self.channel.news:
             if record.kind == "collective" and self.state == "running":
-                number = (
-                    self.number
-                )  # rank 0 may be in the attempt before, and this rank wait for it in `meet`
+                # Rank 0 may be in the attempt before, and this rank wait for it in `meet`.
+                number = self.number
             # A process often ends because of a failure that is known, or after it has raised itself.
-            is_news = self._first(self.number) is None and record not in self._first_of.values()
-            self._first_of.setdefault(number, record)
+            is_news = self._failure_of(self.number) is None and record not in self._failures.values()
+            self._failures.setdefault(number, record)
             if self.state == "over" and is_news and number in (_EVERY_ATTEMPT, self.number):
                 self.on_failure(record)
             self._apply()
@@ -232,18 +232,18 @@ class Attempt:
 
     def _apply(self) -> None:
         """Let a failure of this attempt stop this rank."""
-        first = self._first(self.number)
+        first = self._failure_of(self.number)
         if self.state == "running" and first is not None:
             self.state = "failed"
             self._end_with(first)
 
     def _end_with(self, first: FailureRecord) -> None:
-        self.record = first
+        self.failed_at, self.record = time.monotonic(), first
         self.on_failure(first)
 
-    def _first(self, number: int) -> FailureRecord | None:
+    def _failure_of(self, number: int) -> FailureRecord | None:
         """Return the first failure of an attempt, as far as it is known here."""
-        return self._first_of.get(number) or self._first_of.get(_EVERY_ATTEMPT)
+        return self._failures.get(number) or self._failures.get(_EVERY_ATTEMPT)
 
     # -- ranks whose process or program has ended --------------------------------------------------------
 
@@ -259,7 +259,7 @@ class Attempt:
         self.channel.lose(0)
 
     def report_ended_here(self) -> None:
-        """Report ranks of this host whose process is gone: a launcher such as torchrun then ends the others."""
+        """Report ranks of this host whose process has ended."""
         for rank, pid in self.others_here().items():
             if is_running(pid) or self.channel.has_closed(rank):
                 continue
@@ -293,7 +293,7 @@ class Attempt:
     def _lost(self, rank: int, why: str = _VANISHED) -> None:
         with self.channel.news:
             # Every rank decides alone about the end of rank 0. Then rank 1 prints, and one rank of each other host.
-            if rank == 0 and self._first(self.number) is None:
+            if rank == 0 and self._failure_of(self.number) is None:
                 prints = self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
                 self.prints_report = self.prints_report or prints
             self._decide(_EVERY_ATTEMPT, self._end_of(rank, "vanished", why))

@@ -79,11 +79,10 @@ class FailurePropagation:
         self.check_told_to_end: Callable[[], None] = lambda: None  # raises if this rank has got SIGTERM
         self.guard: Any = None  # of this channel, if it is on: finds out why a collective broke here
         self.store_port = 0  # of the store at which the ranks have met
-        self._known_since = 0.0  # when this rank heard of the failure, of a monotonic clock [s]
         # The failure because of which this process is ended by force when the grace period is over.
         self._ends_by_force: FailureRecord | None = None
         self._interrupt = Interrupt(self._pending)
-        self.attempt.on_failure = self._begin_to_end
+        self.attempt.on_failure = self._on_failure
         channel.ends_wait = self.ends_wait
         channel.at_close(self._interrupt.remove)
 
@@ -129,26 +128,24 @@ class FailurePropagation:
 
     def _may_raise_the_same(self, record: FailureRecord) -> bool:
         """Return whether this rank may be about to raise what the first one has raised a moment before."""
-        is_new = time.monotonic() - self._known_since < _MAY_RAISE_THE_SAME
+        is_new = time.monotonic() - self.attempt.failed_at < _MAY_RAISE_THE_SAME
         return is_new and record.kind == "exception" and self.channel.usable
 
     # -- what a failure brings about, on any thread ------------------------------------------------------
 
-    def _begin_to_end(self, record: FailureRecord) -> None:
-        """Plan how the waits of this rank, and its process, end because of a failure."""
+    def _on_failure(self, record: FailureRecord) -> None:
+        """Plan when a failure ends the waits of this rank, and its process; print it if the attempt is over here."""
         if self.attempt.state == "over":
             if self.attempt.prints_report and record.rank != self.channel.rank and record.kind != "interrupt":
                 interrupt_clock.after(0.0, lambda: outcome.say_last(self._leave_notes(record).printed()))
-            return
-        self._known_since = time.monotonic()
-        if self.attempt.is_outlived:
-            # Whoever follows the members ends what this rank waits for, but not what the program does by itself.
+        elif self.attempt.is_outlived:
+            # Membership ends what this rank waits for, but not what the program does by itself.
             clock.after(self.attempt.grace_period, self._interrupt.raise_soon)
-            return
-        self._ends_by_force = record
-        at_once = record.kind == "collective"
-        interrupt_clock.after(0.0 if at_once else _MAY_RAISE_THE_SAME, self._end_waits, record)
-        clock.after(self.attempt.grace_period * 0.9, self._grace_ends, record)
+        else:
+            self._ends_by_force = record
+            at_once = record.kind == "collective"
+            interrupt_clock.after(0.0 if at_once else _MAY_RAISE_THE_SAME, self._end_waits, record)
+            clock.after(self.attempt.grace_period * 0.9, self._grace_ends, record)
 
     def _pending(self) -> BaseException | None:
         """Return what this rank still has to raise because of a failure."""
@@ -188,37 +185,35 @@ class FailurePropagation:
 
     def error_to_raise(self, error: BaseException) -> BaseException:
         """Return the error that this rank is to raise in place of one that ended its work."""
-        attempt, is_told_to_end = self.attempt, isinstance(error, SIGTERMException)
         if isinstance(error, SystemExit) and error.code == (outcome.expected_exit_code or object()):
             return error
         if isinstance(error, KeyboardInterrupt):
             return self._interrupted(error)
+        attempt = self.attempt
         if not attempt.failed:
-            if is_told_to_end:
-                attempt.report_ended_here()
-            self._wait_for_cause(error)
+            self._look_for_cause(error)
         record = attempt.record
         if isinstance(error, RankFailedError):
             if record is not None and attempt.state == "failed":
                 return self._error_because_of(record)
             attempt.note_raised(record or attempt.describe(error))
             return error
-        has_own_words = isinstance(error, (LockstepError, SystemExit)) and not isinstance(
-            error, CollectiveError
-        )
-        if record is not None and record.kind == "collective" and not has_own_words:
+        is_own = isinstance(error, (LockstepError, SystemExit))
+        if record and record.kind == "collective" and (not is_own or isinstance(error, CollectiveError)):
             return self._error_because_of(record, error)
         first = attempt.fail(error)
         if first.rank == self.channel.rank or is_same_error(error, first):
             return self._own_error(error, first)
-        if is_told_to_end or not isinstance(error, SystemExit):
+        if not isinstance(error, SystemExit) or isinstance(error, SIGTERMException):
             return self._error_because_of(first)
         if not is_orderly_exit(error):
             self._leave_notes(first)
         return error  # ranks that leave by sys.exit() on purpose, all of them, keep their own exit codes
 
-    def _wait_for_cause(self, error: BaseException) -> None:
-        """If an error looks like a consequence of another rank's failure, wait for news of that."""
+    def _look_for_cause(self, error: BaseException) -> None:
+        """If an error looks like a consequence of another rank's failure, look or wait for that."""
+        if isinstance(error, SIGTERMException):  # torchrun sends it to all others when a rank has ended
+            self.attempt.report_ended_here()
         is_broken = is_broken_collective(error)
         is_told = isinstance(error, RankFailedError) and error.record is None  # as by in_rank_order
         if is_broken and self.guard is not None:
