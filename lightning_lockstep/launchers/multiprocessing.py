@@ -43,8 +43,8 @@ from lightning_lockstep.distributed.failure.process_exit import (
     ExitReport,
     drop_what_nobody_reads,
     end_now,
+    exit_plan,
     flush_everything,
-    outcome,
     set_exit_report,
 )
 from lightning_lockstep.distributed.failure.record import (
@@ -168,7 +168,7 @@ def run_in_ranks(
     *args: Any,  # not copied by a fork: shared with this process until a rank writes into them
 ) -> Any:
     """Run ``function(local_rank, *args)`` in every rank, and return what rank 0 returned."""
-    outcome.cancel_forced_exit()  # an earlier launch may have failed or been interrupted, and the program goes on
+    exit_plan.cancel_forced_exit()  # an earlier launch may have failed or been interrupted, and the program goes on
     drop_what_nobody_reads()  # multiprocessing flushes both streams, and would raise for one that nobody reads
     before = multiprocessing.active_children()
     ranks: Sequence[Any] = ()
@@ -189,7 +189,7 @@ def run_in_ranks(
             raise _error_of_ranks(folder, ended, group) from None
         except KeyboardInterrupt:
             if not group.in_cell:
-                outcome.force_exit_at_shutdown(_INTERRUPTED)
+                exit_plan.force_exit_at_shutdown(_INTERRUPTED)
             _join(ranks, _CTRL_C)
             _send(ranks, signal.SIGINT)
             _join(ranks, group.grace_period)
@@ -230,7 +230,7 @@ def _be_rank(
     assert parent is not None
     end_with_parent(parent.is_alive)
     os.environ.update(token)
-    note = outcome.note = failure_note(folder, local_rank)
+    note = exit_plan.note = failure_note(folder, local_rank)
     try:
         try:
             answer: tuple[Any, Preempted | None] = function(local_rank, *args), None

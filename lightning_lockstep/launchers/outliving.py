@@ -36,8 +36,8 @@ from lightning_lockstep.distributed.failure.members import HostedMembers, Member
 from lightning_lockstep.distributed.failure.process_exit import (
     ExitReport,
     end_now,
+    exit_plan,
     flush_everything,
-    outcome,
     set_exit_report,
 )
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_exit, keep_failure
@@ -290,7 +290,7 @@ class OutlivingLauncher(ScriptLauncher):
         code = self._run_ranks()
         if self.num_nodes == 1:  # else the hosts have their configuration from this store
             forget_rendezvous()
-        outcome.on_force = None
+        exit_plan.on_force = None
         if current_job() is None or code:
             end_now(code, by_force=False)
         note_ran_elsewhere()
@@ -327,7 +327,7 @@ class OutlivingLauncher(ScriptLauncher):
                 if membership.newest.ends:
                     raise _end_of_run(membership, supervisor) from None
                 # The channel may have reported the loss before the first process did.
-                outcome.cancel_forced_exit()
+                exit_plan.cancel_forced_exit()
                 # The frames hold what holds the group, such as DDP's reducer.
                 traceback.clear_frames(error.__traceback__)
                 error.__traceback__ = error.__context__ = None
@@ -383,6 +383,6 @@ def _end_of_run(membership: Membership, supervisor: RankSupervisor) -> RankFaile
     record = error.record
     assert isinstance(record, FailureRecord)
     text = keep_failure(record.in_folder(supervisor.folder())).printed() if is_first else ""
-    outcome.force_exit_at_shutdown(record.exit_code)
+    exit_plan.force_exit_at_shutdown(record.exit_code)
     set_exit_report(error, ExitReport(text, record.exit_code, replaces=True))
     return error

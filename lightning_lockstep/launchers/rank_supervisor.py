@@ -26,7 +26,7 @@ from lightning_lockstep._settings import Faults, is_whole, settings_of
 from lightning_lockstep._system import shell_exit_code, usable_cores
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator, shut_down
-from lightning_lockstep.distributed.failure.process_exit import ExitReport, outcome, set_exit_report
+from lightning_lockstep.distributed.failure.process_exit import ExitReport, exit_plan, set_exit_report
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.failure.record import (
     describe_error,
@@ -258,7 +258,7 @@ class RankSupervisor:
             return
         # The program's own wish, or a stop on which all ranks have agreed.
         code = error.code if isinstance(error, SystemExit) and not isinstance(error, SIGTERMException) else 1
-        if code in (None, 0, outcome.expected_exit_code):
+        if code in (None, 0, exit_plan.expected_exit_code):
             return
         record = describe_error(error, trainer.global_rank, trainer.world_size)
         set_exit_report(error, ExitReport(keep_failure(record.in_folder(self.folder())).saved_to()))

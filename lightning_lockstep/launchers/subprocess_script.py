@@ -16,7 +16,7 @@ from typing import Any
 from lightning_lockstep._lightning import _basic_subprocess_cmd, _SubprocessScriptLauncher
 from lightning_lockstep._settings import LAUNCHER_PID, launcher_pid
 from lightning_lockstep.distributed import FailurePropagation, shut_down
-from lightning_lockstep.distributed.failure.process_exit import end_now, outcome
+from lightning_lockstep.distributed.failure.process_exit import end_now, exit_plan
 from lightning_lockstep.distributed.failure.record import describe_exit, keep_failure
 from lightning_lockstep.distributed.process_group import (
     RankGroup,
@@ -59,7 +59,7 @@ class _StartedRanks(RankProcesses):
 
     def first_failed(self) -> tuple[int, subprocess.Popen[bytes]] | None:
         """Return the rank that has failed by itself; one that was killed comes before others, which failed for it."""
-        orderly = None, outcome.expected_exit_code, *((0, _NOT_FLUSHED) if self.have_met else ())
+        orderly = None, exit_plan.expected_exit_code, *((0, _NOT_FLUSHED) if self.have_met else ())
         failed = (
             (rank, process)
             for rank, process in self.processes.items()
@@ -244,7 +244,7 @@ def _end_children() -> None:
     ranks, propagation = _started, _propagation()
     if ranks is None or _works_for is None:
         return
-    if outcome.forced_exit or outcome.ends_with_error:  # the others may wait for this rank forever
+    if exit_plan.forced_exit or exit_plan.ends_with_error:  # the others may wait for this rank forever
         if propagation is not None:
             propagation.end_connections()
         close_side_channel(0.0)

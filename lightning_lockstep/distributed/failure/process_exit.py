@@ -1,14 +1,14 @@
 """How a process ends: what runs and is written out before, what is printed last, and what is not waited for.
 
 Nothing else in a run calls ``os._exit`` (processes of the doctor do) or replaces ``sys.excepthook``. What is settled of
-the end of this process is in one object, :data:`outcome`; of an error, in the :class:`ExitReport` that it carries. An
+the end of this process is in one object, :data:`exit_plan`; of an error, in the :class:`ExitReport` that it carries. An
 end that Python does not make itself is made by :func:`end_now`:
 
 =========================================== ===================================================================
 who                                         what it does
 =========================================== ===================================================================
 Python, in an orderly end                   functions of :mod:`atexit` run
-:meth:`Outcome.force_exit_at_shutdown`      as above once Python exits, but nothing that waits for a dead peer; if
+:meth:`ExitPlan.force_exit_at_shutdown`     as above once Python exits, but nothing that waits for a dead peer; if
                                             the program has caught the failure, with its own exit code. Another
                                             Ctrl-C meanwhile ends it at once
 :func:`end_now`, from any thread            by force: only what :func:`on_flush` holds is written
@@ -146,8 +146,8 @@ class _ForcedExit(NamedTuple):
     unless_caught: bool  # a program that has caught the failure ends as it would have without
 
 
-class Outcome:
-    """How this process ends, as far as that is settled."""
+class ExitPlan:
+    """How this process is to end, as far as that is settled."""
 
     def __init__(self) -> None:
         self.expected_exit_code: int | None = None  # on which all ranks have agreed, so that it is no failure
@@ -163,7 +163,7 @@ class Outcome:
         self.lines_followed = False  # whether other lines of the run were printed after it
 
     def __reduce__(self) -> str:
-        return "outcome"  # the one of the process that unpickles it: a sweep sends objects that refer to it to workers
+        return "exit_plan"  # that of the process that unpickles it: a sweep sends objects that refer to it to workers
 
     @property
     def ends_with_error(self) -> bool:
@@ -265,7 +265,7 @@ class Outcome:
         self._was_last(f"{headline}\n{below.text}")
 
 
-outcome = Outcome()
+exit_plan = ExitPlan()
 
 
 def end_now(exit_code: int, message: str | Callable[[], str] = "", *, by_force: bool = True) -> NoReturn:
@@ -275,8 +275,8 @@ def end_now(exit_code: int, message: str | Callable[[], str] = "", *, by_force: 
     if not by_force:
         flush_everything()
         atexit._run_exitfuncs()
-    elif outcome.on_force is not None:
-        outcome.on_force()
+    elif exit_plan.on_force is not None:
+        exit_plan.on_force()
     last = threading.Thread(target=_print_last, args=(message,), name="lockstep-last", daemon=True)
     try:
         last.start()
@@ -290,8 +290,8 @@ def end_now(exit_code: int, message: str | Callable[[], str] = "", *, by_force: 
 def _print_last(message: str | Callable[[], str]) -> None:
     text = message if isinstance(message, str) else message()
     flush_everything()
-    outcome.say_last(text)
-    outcome.repeat_headline()
+    exit_plan.say_last(text)
+    exit_plan.repeat_headline()
 
 
 # ------------------------------------------------------------------ what is printed of an error
@@ -306,7 +306,7 @@ def exit_report_of(error: BaseException) -> ExitReport:
 
 
 def set_exit_report(error: BaseException, report: ExitReport) -> None:
-    outcome.install_excepthook()
+    exit_plan.install_excepthook()
     setattr(error, _ATTRIBUTE, report)
 
 

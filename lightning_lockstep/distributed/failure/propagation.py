@@ -47,8 +47,8 @@ from lightning_lockstep.distributed.failure.process_exit import (
     ExitReport,
     clock,
     end_now,
+    exit_plan,
     interrupt_clock,
-    outcome,
     set_exit_report,
 )
 from lightning_lockstep.distributed.failure.record import (
@@ -95,7 +95,7 @@ class FailurePropagation:
         self._interrupt.install()
         with self.channel.news:
             if self.attempt.failed:
-                outcome.cancel_forced_exit()
+                exit_plan.cancel_forced_exit()
                 forget_failure()
             self._ends_by_force = None
             self.attempt.enter()
@@ -137,7 +137,7 @@ class FailurePropagation:
         """Plan when a failure ends the waits of this rank, and its process; print it if the attempt is over here."""
         if self.attempt.state == "over":
             if self.attempt.prints_report and record.rank != self.channel.rank and record.kind != "interrupt":
-                interrupt_clock.after(0.0, lambda: outcome.say_last(self._leave_notes(record).printed()))
+                interrupt_clock.after(0.0, lambda: exit_plan.say_last(self._leave_notes(record).printed()))
         elif self.attempt.is_outlived:
             # Membership ends what this rank waits for, but not what the program does by itself.
             clock.after(self.attempt.grace_period, self._interrupt.raise_soon)
@@ -168,7 +168,7 @@ class FailurePropagation:
 
     def _grace_ends(self, record: FailureRecord) -> None:
         """End this process by force, unless it deals with the failure."""
-        has_to_end = self._ends_by_force is record and not outcome.failure_returned
+        has_to_end = self._ends_by_force is record and not exit_plan.failure_returned
         if has_to_end and self.attempt.state != "over" and not self.attempt.is_outlived:
             self.end_now(record)
 
@@ -177,7 +177,7 @@ class FailurePropagation:
 
         def report() -> str:  # a file system that hangs holds it for a while only
             kept = self._leave_notes(record)
-            return kept.printed() if self.attempt.prints_report and outcome.note is None else ""
+            return kept.printed() if self.attempt.prints_report and exit_plan.note is None else ""
 
         end_now(record.exit_code, report)
 
@@ -185,7 +185,7 @@ class FailurePropagation:
 
     def error_to_raise(self, error: BaseException) -> BaseException:
         """Return the error that this rank is to raise in place of one that ended its work."""
-        if isinstance(error, SystemExit) and error.code == (outcome.expected_exit_code or object()):
+        if isinstance(error, SystemExit) and error.code == (exit_plan.expected_exit_code or object()):
             return error
         if isinstance(error, KeyboardInterrupt):
             return self._interrupted(error)
@@ -230,7 +230,7 @@ class FailurePropagation:
             first = self._leave_notes(self.attempt.fail(error))
         if first.kind == "interrupt":
             self._ends_by_force = None
-        outcome.force_exit_at_shutdown(shell_exit_code(-signal.SIGINT))
+        exit_plan.force_exit_at_shutdown(shell_exit_code(-signal.SIGINT))
         return error
 
     def _error_because_of(self, record: FailureRecord, error: BaseException | None = None) -> BaseException:
@@ -243,7 +243,7 @@ class FailurePropagation:
         if record.kind == "collective":
             return self._own_error(error if isinstance(error, CollectiveError) else record.error(), record)
         record = self._leave_notes(record)
-        outcome.force_exit_at_shutdown(record.exit_code)
+        exit_plan.force_exit_at_shutdown(record.exit_code)
         if self.attempt.prints_report and self.attempt.decided_alone:
             self._outlast_others()
         stopped, text = record.error(), record.printed() if self.attempt.prints_report else ""
@@ -257,14 +257,14 @@ class FailurePropagation:
         # An error of this package is one of all ranks: each keeps its own, and all end in good order.
         is_first, is_ours = first.rank == self.channel.rank, isinstance(error, LockstepError)
         # Only Python's excepthook ends a rank in time, which is not called in one that multiprocessing has started.
-        if is_first or is_ours or outcome.note is None:
+        if is_first or is_ours or exit_plan.note is None:
             self._ends_by_force = None
         record = self._leave_notes(first)
         report = self._report_of_own(error, record)
         set_exit_report(error, report)
         if record.kind == "collective":
             # Destructors wait for peers, and to free the compiler that has read call sites takes seconds.
-            outcome.force_exit_at_shutdown(record.exit_code, unless_caught=True)
+            exit_plan.force_exit_at_shutdown(record.exit_code, unless_caught=True)
         elif is_ours:
             self.attempt.record = None  # they may still meet, as to save a checkpoint
         else:
@@ -287,8 +287,8 @@ class FailurePropagation:
         """Settle how the program of the rank that failed first exits, if it does not catch the error."""
         # Of a SystemExit Python prints nothing, and nobody can see later whether the program has caught it.
         exits = isinstance(error, SystemExit)
-        report = record.printed() if exits and self.attempt.prints_report and outcome.note is None else ""
-        outcome.force_exit_at_shutdown(record.exit_code, report, unless_caught=not exits)
+        report = record.printed() if exits and self.attempt.prints_report and exit_plan.note is None else ""
+        exit_plan.force_exit_at_shutdown(record.exit_code, report, unless_caught=not exits)
         if threading.current_thread() is not threading.main_thread() and hasattr(error, "add_note"):
             # Not in Python 3.10. Whoever runs this thread prints the error: Ray Train, on the driver.
             error.add_note(f"\n{record.headline()}\n{record.saved_to()}".rstrip())

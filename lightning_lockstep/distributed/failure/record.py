@@ -33,7 +33,7 @@ from lightning_lockstep._lightning import SIGTERMException
 from lightning_lockstep._settings import NOTES_FOLDER
 from lightning_lockstep._system import shell_exit_code, write_report, write_whole
 from lightning_lockstep._text import SAVED, exit_in_words, ranks_in_words
-from lightning_lockstep.distributed.failure.process_exit import outcome
+from lightning_lockstep.distributed.failure.process_exit import exit_plan
 from lightning_lockstep.distributed.failure.tracebacks import format_error, user_function
 from lightning_lockstep.errors import (
     CollectiveMismatchError,
@@ -284,8 +284,8 @@ def remove_earlier_report(folder: Path) -> None:
 
 def note_failure(record: FailureRecord) -> None:
     """Note which rank failed first, for the process that has started this one: one of ours, or ``torchrun``."""
-    if outcome.note is not None:
-        write_whole(outcome.note, record.to_json())
+    if exit_plan.note is not None:
+        write_whole(exit_plan.note, record.to_json())
     given = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if given:
         # torchrun takes the earliest error for the root cause, which it shows last.
@@ -299,7 +299,7 @@ def note_failure(record: FailureRecord) -> None:
 def forget_failure() -> None:
     """Take the note of a failure back: the program has caught it."""
     of_torchrun = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    for path in (of_torchrun, outcome.note):
+    for path in (of_torchrun, exit_plan.note):
         if path:
             with suppress(OSError):
                 Path(path).unlink()
@@ -309,7 +309,7 @@ def note_orderly_end() -> None:
     """Leave a note if this process ends in good order, for a launcher of ours that runs mpirun on this host."""
 
     def note() -> None:
-        in_order = not (outcome.forced_exit or outcome.ends_with_error)
+        in_order = not (exit_plan.forced_exit or exit_plan.ends_with_error)
         if in_order and Path(given).is_dir():  # on the host of the launcher alone
             Path(given, f"{os.getpid()}.ended").touch()
 

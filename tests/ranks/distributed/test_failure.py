@@ -88,7 +88,7 @@ def caught_on_all_ranks() -> bool:
     dist.barrier()
     time.sleep(GRACE + 0.3)  # what would end a rank would have ended it by now
     crash.check()
-    assert process_exit.outcome.forced_exit is None
+    assert process_exit.exit_plan.forced_exit is None
     dist.barrier()  # all have looked
     error = ValueError("pruned in the last fit")
     assert crash.error_to_raise(error) is error

@@ -15,7 +15,7 @@ from lightning_lockstep.distributed import FailurePropagation, SideChannel
 from lightning_lockstep.distributed.failure import propagation as propagation_module
 from lightning_lockstep.distributed.failure.interrupt import connections
 from lightning_lockstep.distributed.failure.members import HostedMembers, Membership
-from lightning_lockstep.distributed.failure.process_exit import Outcome
+from lightning_lockstep.distributed.failure.process_exit import ExitPlan
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error, describe_exit
 from lightning_lockstep.distributed.process_group import forget_rendezvous
 from lightning_lockstep.distributed.side_channel.channel import Message
@@ -188,7 +188,7 @@ def attempt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     )
     monkeypatch.setattr(propagation_module, "clock", clock)
     monkeypatch.setattr(propagation_module, "interrupt_clock", clock)
-    monkeypatch.setattr(propagation_module, "outcome", Outcome())
+    monkeypatch.setattr(propagation_module, "exit_plan", ExitPlan())
     ended = list[FailureRecord]()
     made = FailurePropagation(SideChannel(1, 2))
     made.end_now = ended.append  # type: ignore[method-assign,assignment]
