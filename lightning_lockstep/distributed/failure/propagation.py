@@ -214,7 +214,7 @@ class FailurePropagation:
         """If an error looks like a consequence of another rank's failure, look or wait for that."""
         if isinstance(error, SIGTERMException):  # torchrun sends it to all others when a rank has ended
             self.attempt.report_ended_here()
-        is_broken = is_broken_collective(error)
+        is_broken = is_broken_collective(error) and not isinstance(error, LockstepError)
         is_told = isinstance(error, RankFailedError) and error.record is None  # as by in_rank_order
         if is_broken and self.guard is not None:
             self.guard.explain(error)

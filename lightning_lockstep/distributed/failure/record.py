@@ -253,7 +253,7 @@ def is_broken_collective(error: BaseException) -> bool:
     """Return whether ``error`` is how a backend reports that a peer has exited or did not arrive."""
     if isinstance(error, (DistError, ConnectionError)):
         return True
-    if not isinstance(error, RuntimeError) or isinstance(error, LockstepError):
+    if not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()
     return any(word in text for word in _BROKEN) or re.search(_STORE, text) is not None
