@@ -52,13 +52,13 @@ def main_rank(world_size: int, token: str) -> None:
             say(time=lines[-1])
         elif command == "propagate":
             propagation = FailurePropagation(channel)
-            propagation.grace_period = _GRACE
+            propagation.attempt.grace_period = _GRACE
             propagation.enter()
             say(listens=True)
         elif command == "failed":
             assert propagation is not None
-            _wait(functools.partial(getattr, propagation, "failed"))
-            say(rank=propagation.record.rank if propagation.record else None)
+            _wait(functools.partial(getattr, propagation.attempt, "failed"))
+            say(rank=propagation.attempt.record.rank if propagation.attempt.record else None)
     os._exit(0)
 
 
@@ -70,7 +70,7 @@ def failing_rank(rank: int, world_size: int, token: str, address: str) -> None:
 
     channel = ZeroMQSideChannel(rank, world_size, host=HOST, keys=channel_keys(token), main_address=address)
     propagation = FailurePropagation(channel)
-    propagation.grace_period = _GRACE
+    propagation.attempt.grace_period = _GRACE
     propagation.enter()
     say(connected=channel.wait_for(lambda: channel.answers(0), _LIMIT))
     for line in sys.stdin:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from benchmarks.engine import Report, Table
-from lightning_lockstep.distributed.failure.propagation import _FAILURE
+from lightning_lockstep.distributed.failure.attempt import _FAILURE
 from lightning_lockstep.distributed.rendezvous import channel_keys
 
 _PROGRAM = Path(__file__).with_name("_scale_ranks.py")

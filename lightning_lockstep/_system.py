@@ -155,6 +155,11 @@ def text_of(file: IO[bytes], most: int = -1) -> str:  # most [bytes]; -1: all
     return os.pread(file.fileno(), size if most < 0 else min(most, size), 0).decode("utf-8", "replace")
 
 
+def shell_exit_code(returncode: int) -> int:  # of Popen: negative for a signal
+    """Return the exit code that a shell reports for a process: 128 + n if signal n has ended it."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
 # -- Ctrl-C: a second one, or one that Python would not see
 
 

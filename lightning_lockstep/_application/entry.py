@@ -38,7 +38,7 @@ from lightning_lockstep._application.overrides import (
 from lightning_lockstep._application.signatures import is_left_out, show_faults, trace
 from lightning_lockstep._run_folder import forget_run_folders, without_claiming
 from lightning_lockstep._text import first_line, say
-from lightning_lockstep.distributed.failure.process_exit import error_from_bytes, error_to_bytes, outcome
+from lightning_lockstep.distributed.failure.process_exit import error_from_bytes, error_to_bytes, exit_plan
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.external_ranks import external_ranks
 from lightning_lockstep.launchers.hydra import (
@@ -129,7 +129,7 @@ def hydra_main(
         def decorated(passed: DictConfig | None = None) -> Any:
             if passed is not None:
                 return program(passed)
-            outcome.install_excepthook()
+            exit_plan.install_excepthook()
             if "--version" in sys.argv[1:]:  # Hydra's says its own only
                 version = lightning_lockstep.__version__
                 sys.stdout.write(f"lightning-lockstep {version}, Hydra {hydra.__version__}\n")
@@ -239,7 +239,7 @@ class _Application:
             except SystemExit:
                 raise  # whoever asked this process to end (a preempted job begins again) waits for no result
             except BaseException as error:
-                outcome.failure_returned = True
+                exit_plan.failure_returned = True
                 raise StopElsewhere(error) from None
 
         return job
@@ -263,7 +263,7 @@ class _Application:
             if not isinstance(error, Exception):
                 raise
             # A sweep goes on after a job that failed, unless its ranks exist already and have come to their end.
-            stays = outcome.forced_exit is not None and channel.ranks is not None
+            stays = exit_plan.forced_exit is not None and channel.ranks is not None
             if last or stays or isinstance(error, ConfigurationError):
                 raise Stop(error) from None
             what = f"{type(error).__name__}: {first_line(error)}"
@@ -272,12 +272,12 @@ class _Application:
             from lightning_lockstep.launchers.subprocess_script import forget_earlier_job
 
             forget_earlier_job()  # the next one starts ranks of its own
-            outcome.cancel_forced_exit()
+            exit_plan.cancel_forced_exit()
             raise
 
     def _run_job_elsewhere(self) -> Any:
         """Run one job in the process that a launcher of sweeps has made for it (joblib, submitit)."""
-        if outcome.forced_exit:
+        if exit_plan.forced_exit:
             raise LaunchError("Job skipped: ranks of an earlier job of this sweep failed in this process.")
         sent_by(self.command)
         ranks = external_ranks()
@@ -347,7 +347,7 @@ def _closing(channel: ConfigChannel) -> Iterator[None]:
         unusable = exit_code == UNUSABLE and _rank_in_group() is None
         # After a failure within a job a rank may be dead, and waiting for it could take forever. One that has caught
         # the failure, as rank 0's program may have done, asks for the next job all the same.
-        failed = outcome.forced_exit is not None
+        failed = exit_plan.forced_exit is not None
         channel.close(exit_code, unusable=unusable and not failed, wait=not failed)
 
 
@@ -367,7 +367,7 @@ def _run_sent(config: DictConfig, program: Program, channel: ConfigChannel | Non
         # Not returned, as Hydra does not on rank 0: a console command exits with what its function returns.
         _run_frozen(config, program)
     except ConfigurationError as error:
-        if outcome.forced_exit:
+        if exit_plan.forced_exit:
             raise  # this rank failed alone, and rank 0 reports it
         if not _rank_in_group():  # else every rank raises it, and rank 0 prints it
             with suppress(LaunchError):
@@ -399,7 +399,7 @@ def _end_if_about_settings(error: BaseException) -> None:
     """End this process with a message if `error` is about settings; else return."""
     if isinstance(error, ConfigurationError):
         trace(error)
-        outcome.expected_exit_code = UNUSABLE  # every rank raises it, and ends so
+        exit_plan.expected_exit_code = UNUSABLE  # every rank raises it, and ends so
         _refuse(error.faults, "the run has ended")
 
 

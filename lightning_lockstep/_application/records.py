@@ -24,7 +24,7 @@ from lightning_lockstep._lightning import Callback, WandbLogger, rank_zero_only
 from lightning_lockstep._run_folder import RunFolder
 from lightning_lockstep._system import write_report
 from lightning_lockstep._text import counted
-from lightning_lockstep.distributed.failure.process_exit import ending_of, set_ending
+from lightning_lockstep.distributed.failure.process_exit import exit_report_of, set_exit_report
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error, keep_failure
 from lightning_lockstep.errors import ConfigurationError, RankFailedError
 from lightning_lockstep.steps.patching import put_in_place
@@ -79,7 +79,7 @@ def finish(loggers: list[Any], *, failed: bool) -> None:
 
 def keep_unless_kept(trainer: Any, error: BaseException, steps: int) -> None:
     """Write what has ended a run to its folder, if its strategy has not; every rank may call it, rank 0 writes."""
-    if isinstance(error, SystemExit) or not trainer.is_global_zero or ending_of(error).text:
+    if isinstance(error, SystemExit) or not trainer.is_global_zero or exit_report_of(error).text:
         return
     # An error that was raised on another rank first comes with the record of that rank.
     record = error.record if isinstance(error, RankFailedError) else None
@@ -107,7 +107,7 @@ def keeping_failure(folder: Path) -> Iterator[None]:
 
 def _keep(record: FailureRecord, error: BaseException, folder: Path) -> None:
     record = keep_failure(record.in_folder(folder))
-    set_ending(error, replace(ending_of(error), text=record.saved_to()))
+    set_exit_report(error, replace(exit_report_of(error), text=record.saved_to()))
 
 
 # -- The report at the end of a run: a table, and `summary.json` --

@@ -42,6 +42,7 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep._registry import register_strategies
 from lightning_lockstep._run_folder import RunFolder
+from lightning_lockstep._system import shell_exit_code
 from lightning_lockstep._text import say
 from lightning_lockstep._trainer import weights_as_they_are
 from lightning_lockstep.distributed.failure.record import remove_earlier_report
@@ -154,7 +155,7 @@ def run(config: DictConfig) -> float | None:
         if trainer.world_size == 1:
             finish(loggers, failed=True)
             if interrupted:
-                sys.exit(128 + signal.SIGINT)  # Lightning itself ends with 1
+                sys.exit(shell_exit_code(-signal.SIGINT))  # Lightning itself ends with 1
         raise
     places = logger_places(loggers) if trainer.is_global_zero else {}
     finish(loggers, failed=False)

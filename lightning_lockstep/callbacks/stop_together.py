@@ -25,7 +25,7 @@ from lightning_lockstep.distributed.coordination.stop_agreement import (
     StopDecision,
     stop_agreement,
 )
-from lightning_lockstep.distributed.failure.process_exit import outcome
+from lightning_lockstep.distributed.failure.process_exit import exit_plan
 from lightning_lockstep.distributed.process_group import current_group
 from lightning_lockstep.errors import Preempted
 from lightning_lockstep.launchers.environments import requeue_job, requeue_signal
@@ -319,7 +319,7 @@ class StopTogether(EndsWithRun):
             self._warn(trainer, f"All ranks leave after this batch; {goes_on}. {reason}")
             return
         self._warn(trainer, f"All ranks end here with exit code {self.exit_code}; {goes_on}. {reason}")
-        outcome.expected_exit_code = self.exit_code
+        exit_plan.expected_exit_code = self.exit_code
         raise Preempted(reason, self.exit_code, path)
 
     def _save(self, trainer: Any, asks_slurm: bool) -> str:

@@ -14,7 +14,7 @@ from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import say
 from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
 from lightning_lockstep.distributed import Communicator, Gather, current_communicator
-from lightning_lockstep.distributed.failure.propagation import propagation_on
+from lightning_lockstep.distributed.failure.attempt import attempt_on
 from lightning_lockstep.distributed.local_collectives import watch_waits
 from lightning_lockstep.errors import Preempted
 from lightning_lockstep.steps.patching import replaced
@@ -46,7 +46,7 @@ class StragglerExchange:
     def __init__(self, communicator: Communicator, *, every_n_steps: int, min_share: float) -> None:
         channel, world_size = communicator.side_channel, communicator.world_size
         # No two fits share a topic.
-        self._gather = Gather(channel, propagation_on(channel).topic("straggler"))
+        self._gather = Gather(channel, attempt_on(channel).topic("straggler"))
         self.close = self._gather.close
         self._host, self._every = communicator.host, every_n_steps
         self._batches: deque[list[OwnStep | None]] = deque([[]])  # not sent yet; the last has room

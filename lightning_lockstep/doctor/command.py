@@ -24,7 +24,7 @@ from rich.text import Text
 
 import lightning_lockstep
 from lightning_lockstep._settings import did_you_mean, settings_of
-from lightning_lockstep._system import end_programs, usable_cores
+from lightning_lockstep._system import end_programs, shell_exit_code, usable_cores
 from lightning_lockstep._text import counted, say
 from lightning_lockstep.doctor import network
 from lightning_lockstep.doctor.machine import Machine
@@ -274,11 +274,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Else torch prints stacks in C++ for each lost connection.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     else:  # ranks of `network` end by the signal itself, also while torch waits for others
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(shell_exit_code(-signal.SIGTERM)))
     try:
         raise SystemExit(run_checks(names, options, least, as_json=given.json, strict=given.strict))
     except KeyboardInterrupt:
-        raise SystemExit(128 + signal.SIGINT) from None
+        raise SystemExit(shell_exit_code(-signal.SIGINT)) from None
     finally:
         end_programs()  # of checks that have not ended
 

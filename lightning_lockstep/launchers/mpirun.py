@@ -18,6 +18,7 @@ import psutil
 from lightning_lockstep._lightning import _SubprocessScriptLauncher
 from lightning_lockstep._registry import public
 from lightning_lockstep._settings import NOTES_FOLDER
+from lightning_lockstep._system import shell_exit_code
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed.failure.process_exit import end_now, flush_everything
 from lightning_lockstep.distributed.failure.record import has_orderly_end
@@ -115,8 +116,8 @@ def _wait(mpirun: subprocess.Popen[bytes], saves: bool) -> int:
     with SignalForwarding(send, partial(_end_with_children, mpirun.pid), asks) as signals:
         code = mpirun.wait()
     if signals.asked == signal.SIGINT:
-        return 128 + signal.SIGINT
-    return code if code >= 0 else 128 + (signals.asked or -code)
+        return shell_exit_code(-signal.SIGINT)
+    return shell_exit_code(-signals.asked if code < 0 and signals.asked else code)
 
 
 def _end_with_children(pid: int) -> None:

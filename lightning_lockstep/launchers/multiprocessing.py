@@ -37,14 +37,15 @@ from lightning_lockstep._lightning import (
     find_free_network_port,
     move_data_to_device,
 )
+from lightning_lockstep._system import shell_exit_code
 from lightning_lockstep.distributed import shut_down
 from lightning_lockstep.distributed.failure.process_exit import (
-    Ending,
+    ExitReport,
     drop_what_nobody_reads,
     end_now,
+    exit_plan,
     flush_everything,
-    outcome,
-    set_ending,
+    set_exit_report,
 )
 from lightning_lockstep.distributed.failure.record import (
     describe_error,
@@ -130,8 +131,8 @@ def _error_of_ranks(folder: Path, ended: mp.ProcessExitedException, group: Ranks
         return KeyboardInterrupt()
     advice = f"\n{_MEMORY}" if group.in_cell and -code in _FOR_MEMORY else ""
     report = record.report() + advice
-    failed = record.collective_error() if record.kind == "collective" else RankFailedError(report, record)
-    set_ending(failed, Ending(f"\nlightning-lockstep: {report}\n", record.exit_code, replaces=True))
+    failed = record.error() if record.kind == "collective" else RankFailedError(report, record)
+    set_exit_report(failed, ExitReport(f"\nlightning-lockstep: {report}\n", record.exit_code, replaces=True))
     return show_in_cell(failed, f"{type(failed).__name__}: {report}")
 
 
@@ -144,7 +145,7 @@ def show_in_cell(error: BaseException, text: str) -> BaseException:
 # -- Runs a function in several ranks, and waits for them --
 
 _ANSWER = "answer"  # a file of rank 0: what it returned, and the exit on which all ranks agreed, if any
-_INTERRUPTED = 130  # exit code after Ctrl-C, where Lightning's own would be 1
+_INTERRUPTED = shell_exit_code(-signal.SIGINT)  # exit code after Ctrl-C, where Lightning's own would be 1
 _CTRL_C = 2.0  # how long ranks that a terminal's Ctrl-C has reached may take before they get it from here [s]
 _KILLED = 5.0  # how long the operating system may take to end a killed process [s]
 
@@ -167,7 +168,7 @@ def run_in_ranks(
     *args: Any,  # not copied by a fork: shared with this process until a rank writes into them
 ) -> Any:
     """Run ``function(local_rank, *args)`` in every rank, and return what rank 0 returned."""
-    outcome.cancel_forced_exit()  # an earlier launch may have failed or been interrupted, and the program goes on
+    exit_plan.cancel_forced_exit()  # an earlier launch may have failed or been interrupted, and the program goes on
     drop_what_nobody_reads()  # multiprocessing flushes both streams, and would raise for one that nobody reads
     before = multiprocessing.active_children()
     ranks: Sequence[Any] = ()
@@ -188,7 +189,7 @@ def run_in_ranks(
             raise _error_of_ranks(folder, ended, group) from None
         except KeyboardInterrupt:
             if not group.in_cell:
-                outcome.force_exit_at_shutdown(_INTERRUPTED)
+                exit_plan.force_exit_at_shutdown(_INTERRUPTED)
             _join(ranks, _CTRL_C)
             _send(ranks, signal.SIGINT)
             _join(ranks, group.grace_period)
@@ -229,7 +230,7 @@ def _be_rank(
     assert parent is not None
     end_with_parent(parent.is_alive)
     os.environ.update(token)
-    note = outcome.note = failure_note(folder, local_rank)
+    note = exit_plan.note = failure_note(folder, local_rank)
     try:
         try:
             answer: tuple[Any, Preempted | None] = function(local_rank, *args), None

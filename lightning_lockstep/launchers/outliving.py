@@ -30,14 +30,15 @@ from typing import Any
 
 from lightning_lockstep._lightning import _TunerExitException
 from lightning_lockstep._settings import MEMBER
+from lightning_lockstep._system import shell_exit_code
 from lightning_lockstep._text import counted, say
 from lightning_lockstep.distributed.failure.members import HostedMembers, Membership, current_membership
 from lightning_lockstep.distributed.failure.process_exit import (
-    Ending,
+    ExitReport,
     end_now,
+    exit_plan,
     flush_everything,
-    outcome,
-    set_ending,
+    set_exit_report,
 )
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_exit, keep_failure
 from lightning_lockstep.distributed.process_group import (
@@ -117,7 +118,7 @@ class _HostProcesses(RankProcesses):
                 if run is not None:
                     self._code = run.look()
         self.kill()  # spare processes, and ranks whose time is over
-        return 128 + signal.SIGINT if signals.asked == signal.SIGINT else self._code
+        return shell_exit_code(-signal.SIGINT) if signals.asked == signal.SIGINT else self._code
 
     def start_members(self, numbers: Iterable[int]) -> None:
         # Signals of a terminal reach the ranks from this process alone.
@@ -129,7 +130,7 @@ class _HostProcesses(RankProcesses):
             process = self.processes.pop(number)
             code = process.returncode
             if code < 0 and is_stopping:  # what was asked to end is not lost
-                code = 128 - code
+                code = shell_exit_code(code)
             self._channel.post("ended", [number, process.pid, code], to=0)
 
     def _over(self, message: Message) -> None:
@@ -192,7 +193,7 @@ class _Run:
                 if code and number in self._replaceable:
                     self._replace(self._host_of[number])
             elif code:
-                self._end(code if code > 0 else 128 - code)
+                self._end(shell_exit_code(code))
         self._newcomers = [one for one in self._newcomers if one in self._left]
         for number in filter(self._hosted.has_come, list(self._newcomers)):
             self._newcomers.remove(number)
@@ -289,7 +290,7 @@ class OutlivingLauncher(ScriptLauncher):
         code = self._run_ranks()
         if self.num_nodes == 1:  # else the hosts have their configuration from this store
             forget_rendezvous()
-        outcome.on_force = None
+        exit_plan.on_force = None
         if current_job() is None or code:
             end_now(code, by_force=False)
         note_ran_elsewhere()
@@ -326,7 +327,7 @@ class OutlivingLauncher(ScriptLauncher):
                 if membership.newest.ends:
                     raise _end_of_run(membership, supervisor) from None
                 # The channel may have reported the loss before the first process did.
-                outcome.cancel_forced_exit()
+                exit_plan.cancel_forced_exit()
                 # The frames hold what holds the group, such as DDP's reducer.
                 traceback.clear_frames(error.__traceback__)
                 error.__traceback__ = error.__context__ = None
@@ -382,6 +383,6 @@ def _end_of_run(membership: Membership, supervisor: RankSupervisor) -> RankFaile
     record = error.record
     assert isinstance(record, FailureRecord)
     text = keep_failure(record.in_folder(supervisor.folder())).printed() if is_first else ""
-    outcome.force_exit_at_shutdown(record.exit_code)
-    set_ending(error, Ending(text, record.exit_code, replaces=True))
+    exit_plan.force_exit_at_shutdown(record.exit_code)
+    set_exit_report(error, ExitReport(text, record.exit_code, replaces=True))
     return error

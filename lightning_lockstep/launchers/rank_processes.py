@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-from lightning_lockstep.distributed.failure.process_exit import end_now, outcome
+from lightning_lockstep.distributed.failure.process_exit import end_now, exit_plan
 
 #: Signals that ask the ranks to end.
 ASKS_TO_END = (signal.SIGTERM, signal.SIGHUP)
@@ -31,7 +31,7 @@ class RankProcesses:
     def __init__(self) -> None:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}  # by the number of the rank
         self.stopping = False  # True: a rank that ends badly from then on was stopped
-        outcome.on_force = self.kill  # they end before a forced end of this process
+        exit_plan.on_force = self.kill  # they end before a forced end of this process
 
     def start(
         self,

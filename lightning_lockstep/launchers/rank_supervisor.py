@@ -23,10 +23,10 @@ from lightning_lockstep._lightning import (
     _TunerExitException,
 )
 from lightning_lockstep._settings import Faults, is_whole, settings_of
-from lightning_lockstep._system import usable_cores
+from lightning_lockstep._system import shell_exit_code, usable_cores
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator, shut_down
-from lightning_lockstep.distributed.failure.process_exit import Ending, outcome, set_ending
+from lightning_lockstep.distributed.failure.process_exit import ExitReport, exit_plan, set_exit_report
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.failure.record import (
     describe_error,
@@ -149,7 +149,8 @@ class RankSupervisor:
         group, options = current_group(), (timeout, self.settings.silence_limit)
         if self.propagation is None or group is None:
             return False
-        connects_anew = self.propagation.meet(timeout, renews=group.options != options)
+        self.propagation.check()  # a failure may have ended this attempt already
+        connects_anew = self.propagation.attempt.meet(timeout, renews=group.options != options)
         if connects_anew:
             self.forget_group()
         return connects_anew
@@ -165,7 +166,7 @@ class RankSupervisor:
             propagation = self.propagation or self._take_part(communicator.side_channel)
             # Without the other settings, so that a next run with the same settings of the guard keeps the same guard.
             settings = settings_of(GuardSettings, vars(self.settings))
-            propagation.prints_report = prints_report  # of another rank's failure
+            propagation.attempt.prints_report = prints_report  # of another rank's failure
             of_ranks = communicator.gather((settings.guard, socket.gethostname(), os.getpid()))
             guards = [guard for guard, *_ in of_ranks]
             guard_on(communicator.side_channel, propagation, settings, of_ranks=guards)
@@ -178,8 +179,8 @@ class RankSupervisor:
     def _take_part(self, channel: SideChannel) -> FailurePropagation:
         """Enter the next attempt, with what the user has set about failures before one can arrive."""
         self.propagation = propagation = propagation_on(channel)
-        propagation.grace_period = self.settings.grace_period
-        propagation.folder = self.folder
+        propagation.attempt.grace_period = self.settings.grace_period
+        propagation.attempt.folder = self.folder
         propagation.check_told_to_end = self._check_sigterm
         propagation.enter()
         return propagation
@@ -188,7 +189,7 @@ class RankSupervisor:
         """Raise an error that every rank raises, before the ranks meet for this Trainer: rank 0 prints it."""
         group = current_group()
         if not self._rejoin() and group is not None and group.rank:
-            set_ending(error, Ending(replaces=True))
+            set_exit_report(error, ExitReport(replaces=True))
         raise error if self.propagation is None else self.propagation.error_to_raise(error)
 
     def _rejoin(self) -> bool:
@@ -225,7 +226,8 @@ class RankSupervisor:
 
     def _error_to_raise(self, error: BaseException) -> BaseException:
         if isinstance(error, SIGTERMException) and error.code is None:
-            error.code = 128 + signal.SIGTERM  # Lightning's has none, and Python would exit with 0
+            # Lightning's has none, and Python would exit with 0.
+            error.code = shell_exit_code(-signal.SIGTERM)
         if self.propagation is None:
             self._keep_alone(error)
             return error
@@ -242,12 +244,12 @@ class RankSupervisor:
 
     def leave_if_raised(self) -> None:
         """Be over with an attempt in which this rank has raised, because its Trainer has cleaned up."""
-        if self.propagation is not None and self.propagation.state == "raised":
-            self.propagation.leave()
+        if self.propagation is not None and self.propagation.attempt.state == "raised":
+            self.propagation.attempt.leave()
 
     def _leave(self) -> None:
         if self.propagation is not None:
-            self.propagation.leave()
+            self.propagation.attempt.leave()
 
     def _keep_alone(self, error: BaseException) -> None:
         """Keep the failure of a run of one rank, or of rank 0 before the ranks have met."""
@@ -256,10 +258,10 @@ class RankSupervisor:
             return
         # The program's own wish, or a stop on which all ranks have agreed.
         code = error.code if isinstance(error, SystemExit) and not isinstance(error, SIGTERMException) else 1
-        if code in (None, 0, outcome.expected_exit_code):
+        if code in (None, 0, exit_plan.expected_exit_code):
             return
         record = describe_error(error, trainer.global_rank, trainer.world_size)
-        set_ending(error, Ending(keep_failure(record.in_folder(self.folder())).saved_to()))
+        set_exit_report(error, ExitReport(keep_failure(record.in_folder(self.folder())).saved_to()))
 
     def _say_interrupted(self) -> None:
         """Say where Ctrl-C has ended a script, and which checkpoint there is; a Hydra job says that itself."""
@@ -281,7 +283,7 @@ class RankSupervisor:
     def _check_sigterm(self) -> None:
         trainer = self._trainer()
         if trainer is not None and trainer.received_sigterm:
-            raise SIGTERMException(128 + signal.SIGTERM)
+            raise SIGTERMException(shell_exit_code(-signal.SIGTERM))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "propagation": None, "_trainer": NoneType}

@@ -16,7 +16,7 @@ from typing import Any
 from lightning_lockstep._lightning import _basic_subprocess_cmd, _SubprocessScriptLauncher
 from lightning_lockstep._settings import LAUNCHER_PID, launcher_pid
 from lightning_lockstep.distributed import FailurePropagation, shut_down
-from lightning_lockstep.distributed.failure.process_exit import end_now, outcome
+from lightning_lockstep.distributed.failure.process_exit import end_now, exit_plan
 from lightning_lockstep.distributed.failure.record import describe_exit, keep_failure
 from lightning_lockstep.distributed.process_group import (
     RankGroup,
@@ -59,7 +59,7 @@ class _StartedRanks(RankProcesses):
 
     def first_failed(self) -> tuple[int, subprocess.Popen[bytes]] | None:
         """Return the rank that has failed by itself; one that was killed comes before others, which failed for it."""
-        orderly = None, outcome.expected_exit_code, *((0, _NOT_FLUSHED) if self.have_met else ())
+        orderly = None, exit_plan.expected_exit_code, *((0, _NOT_FLUSHED) if self.have_met else ())
         failed = (
             (rank, process)
             for rank, process in self.processes.items()
@@ -70,7 +70,7 @@ class _StartedRanks(RankProcesses):
     def _has_gone(self, local_rank: int) -> bool:
         """Return whether a child has ended in the middle of a fit without an error, as by `os._exit(0)`."""
         propagation = _propagation()
-        if propagation is None or propagation.state != "running":
+        if propagation is None or propagation.attempt.state != "running":
             return False
         has_ended = self.processes[local_rank].poll() is not None
         return has_ended and not propagation.channel.has_closed(self.first_rank + local_rank)
@@ -194,7 +194,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def _child_ended(self, ranks: _StartedRanks, local_rank: int, process: subprocess.Popen[bytes]) -> None:
         rank, propagation = ranks.first_rank + local_rank, _propagation()
         if propagation is not None:
-            propagation.report_child_exit(rank, process.returncode, process.pid)
+            propagation.attempt.report_child_exit(rank, process.returncode, process.pid)
             return
         # The ranks have not met yet, so the main thread waits for a rank that will not come.
         ended = describe_exit(rank, self.num_processes * self.num_nodes, process.pid, process.returncode)
@@ -211,7 +211,7 @@ def _reports_lost_parent() -> bool:
     """Note in a child that its parent has ended, which its connections tell later; return whether anybody listens."""
     propagation = _propagation()
     if propagation is not None:
-        propagation.report_lost_parent()
+        propagation.attempt.report_lost_parent()
     return propagation is not None
 
 
@@ -244,7 +244,7 @@ def _end_children() -> None:
     ranks, propagation = _started, _propagation()
     if ranks is None or _works_for is None:
         return
-    if outcome.forced_exit or outcome.ends_with_error:  # the others may wait for this rank forever
+    if exit_plan.forced_exit or exit_plan.ends_with_error:  # the others may wait for this rank forever
         if propagation is not None:
             propagation.end_connections()
         close_side_channel(0.0)
@@ -252,9 +252,11 @@ def _end_children() -> None:
         ranks.kill()
         return
     if propagation is not None:
-        propagation.come_to_end()
+        propagation.attempt.end_program()
     ranks.wait()
     if (failed := ranks.first_failed()) and propagation is not None:
         local_rank, process = failed
-        record = propagation.report_child_exit(ranks.first_rank + local_rank, process.returncode, process.pid)
+        record = propagation.attempt.report_child_exit(
+            ranks.first_rank + local_rank, process.returncode, process.pid
+        )
         end_now(record.exit_code, keep_failure(record).printed())

@@ -38,7 +38,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_lockstep._lightning import move_data_to_device
 from lightning_lockstep.distributed import Gather, SideChannel, current_communicator
-from lightning_lockstep.distributed.failure.propagation import propagation_on
+from lightning_lockstep.distributed.failure.attempt import attempt_on
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.loaders.global_order import GlobalBatches, parts_of
 from lightning_lockstep.loaders.weights import samples_of_batch
@@ -211,8 +211,8 @@ class Counting:
         return outputs
 
     def _begin(self, what: str) -> None:
-        propagation = propagation_on(current_communicator().side_channel)
-        self._epoch, self._gathers, self._combined = what and propagation.topic(what), 0, set()
+        attempt = attempt_on(current_communicator().side_channel)
+        self._epoch, self._gathers, self._combined = what and attempt.topic(what), 0, set()
 
     def epoch_end_reached(self, reached: Callable[[], None]) -> None:
         self.sizes = None

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed import SideChannel
-from lightning_lockstep.distributed.failure.process_exit import on_flush, outcome
+from lightning_lockstep.distributed.failure.process_exit import exit_plan, on_flush
 
 # -- A log line on its way between ranks --
 
@@ -281,7 +281,7 @@ class Collector:
                 self._print_record(record_of(note, prefix=""))
 
     def _print_record(self, record: logging.LogRecord) -> None:
-        outcome.lines_followed = True
+        exit_plan.lines_followed = True
         try:
             self._emit(record)
         except Exception:

@@ -21,7 +21,7 @@ from lightning_lockstep import _settings
 from lightning_lockstep._lightning import rank_zero_only
 from lightning_lockstep._settings import LEVELS
 from lightning_lockstep.distributed import SideChannel
-from lightning_lockstep.distributed.failure.process_exit import on_flush, outcome
+from lightning_lockstep.distributed.failure.process_exit import exit_plan, on_flush
 from lightning_lockstep.distributed.process_group import RankGroup, current_group
 from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open
 from lightning_lockstep.errors import ConfigurationError
@@ -291,7 +291,7 @@ def _print_kept_back() -> None:
 
 
 def _print_here(call: LogCall, rank: int, prefix: str | None = None) -> None:
-    outcome.lines_followed = True
+    exit_plan.lines_followed = True
     record = record_of(Line(*call, (rank,), (_host,)), prefix=prefix)
     logging.getLogger(record.name).handle(record)
 

@@ -16,7 +16,7 @@ import torch
 from lightning_lockstep._system import write_report
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, Gather, Gathered
-from lightning_lockstep.distributed.failure.propagation import propagation_on
+from lightning_lockstep.distributed.failure.attempt import attempt_on
 from lightning_lockstep.errors import MissingExtraError
 from lightning_lockstep.numerics.statistics import json_number
 from lightning_lockstep.overflow.frames import Frame, Producer
@@ -192,7 +192,7 @@ class ReportPublisher:
         self._collections = 0
         channel = communicator.side_channel
         # No two runs share a topic.
-        self._gather = Gather(channel, propagation_on(channel).topic("overflow"), timeout=settings.timeout)
+        self._gather = Gather(channel, attempt_on(channel).topic("overflow"), timeout=settings.timeout)
         self.close = self._gather.close
 
     def collect(self, entry: Mapping[str, Any], *, for_all: bool = True) -> Gathered:

@@ -29,7 +29,7 @@ from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed import Communicator, Gather
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
 from lightning_lockstep.distributed.ddp_reducer import ddp_of
-from lightning_lockstep.distributed.failure.propagation import propagation_on
+from lightning_lockstep.distributed.failure.attempt import attempt_on
 from lightning_lockstep.replicas.checksums import (
     PROBED,
     BatchComparison,
@@ -143,7 +143,7 @@ class RankChecks:
         self._before: dict[str, int] = {}  # the numbers of the last check
         self._statistics: set[str] = set()  # buffers in which each rank has its own
         self._known: set[str] = set()  # tensors and settings that were told
-        topic = propagation_on(communicator.side_channel).topic("replica")  # no two fits share one
+        topic = attempt_on(communicator.side_channel).topic("replica")  # no two fits share one
         self._agreement = StepAgreement(communicator.side_channel, name=topic)
         self._gather = Gather(communicator.side_channel, f"{topic}/check")
         self._comparison: Comparison | None = None

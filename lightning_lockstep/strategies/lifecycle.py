@@ -16,7 +16,7 @@ from lightning_lockstep._registry import public
 from lightning_lockstep._settings import launcher_pid
 from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.distributed.failure.members import current_membership
-from lightning_lockstep.distributed.failure.process_exit import outcome
+from lightning_lockstep.distributed.failure.process_exit import exit_plan
 from lightning_lockstep.distributed.guard.rank_state import size_flight_recorder
 from lightning_lockstep.distributed.side_channel.zeromq import need_descriptors
 from lightning_lockstep.errors import ConfigurationError
@@ -72,7 +72,7 @@ class RankLifecycle(CountedSteps):
     @property
     def failed(self) -> bool:
         """Whether a rank has failed, after which no rank may wait for another."""
-        return self.supervisor.propagation is not None and self.supervisor.propagation.failed
+        return self.supervisor.propagation is not None and self.supervisor.propagation.attempt.failed
 
     def check_failure(self) -> None:
         """Raise if another rank has failed, or if all ranks are to raise an error of the guard."""
@@ -86,7 +86,7 @@ class RankLifecycle(CountedSteps):
         return resolve_precision(plugin, requested, device_type)
 
     def _configure_launcher(self) -> None:
-        outcome.install_excepthook()
+        exit_plan.install_excepthook()
         self.startup.adopt_ranks(self)
         membership = current_membership()
         if membership is None or self.num_processes * self.num_nodes == 1:
@@ -146,7 +146,7 @@ class RankLifecycle(CountedSteps):
         timeout = self.settings.duration.total_seconds()
         connects_anew = self.supervisor.meet_again(timeout)
         is_new = self.startup.connect(self, self.settings.duration) and not connects_anew
-        outcome.install_excepthook()  # again, because torch's process group has put its own hook in front of it
+        exit_plan.install_excepthook()  # again, because torch's process group has put its own hook in front of it
         # Rank 0 prints failure reports, and so does the first rank of each node that was started by hand.
         by_hand = isinstance(self.cluster_environment, LockstepEnvironment) and launcher_pid() is None
         communicator = self.supervisor.ranks_have_met(

@@ -139,7 +139,7 @@ class MPIStartup(RankStartup):
         if propagation is None:
             return
         # mpirun ends all ranks once one has failed: let the one that prints the report end first.
-        delay = 0.0 if propagation.prints_report else supervisor.settings.grace_period + 2.0
+        delay = 0.0 if propagation.attempt.prints_report else supervisor.settings.grace_period + 2.0
         follow_failures(propagation.check, delay)
 
     def _choose_backend(self, strategy: Any) -> str:

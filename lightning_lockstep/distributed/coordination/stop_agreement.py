@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_lockstep._text import ranks_in_words
+from lightning_lockstep.distributed.failure.attempt import attempt_on
 from lightning_lockstep.distributed.failure.process_exit import clock
-from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 
 _log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class StepAgreement:
             self._requests.clear()
             self._promises.clear()
         self._remove()
-        self._topic = propagation_on(self.channel).topic(f"agree/{self._name}")
+        self._topic = attempt_on(self.channel).topic(f"agree/{self._name}")
         # It also takes what ranks that are there already have posted.
         self._remove = self.channel.on(self._topic, self._take)
         for kind, reason in again:

@@ -156,13 +156,13 @@ class Interrupt:
         if callable(self._before):
             self._before(number, frame)
         # The failure protocol raises errors by itself.
-        if os.getpid() != self._process or deals_with_errors(frame) or _is_of_the_end(frame):
+        if os.getpid() != self._process or deals_with_errors(frame) or _is_at_exit(frame):
             return
         if error := self._pending():
             raise error
 
 
-def _is_of_the_end(frame: FrameType | None) -> bool:
+def _is_at_exit(frame: FrameType | None) -> bool:
     """Return whether the program has ended and the main thread is in a function that Python calls at exit."""
     # Python would only print "Exception ignored in atexit callback" for an error that is raised there.
     return frame is not None and all(one.f_code.co_name != "<module>" for one, _ in walk_stack(frame))

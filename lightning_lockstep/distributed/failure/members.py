@@ -229,7 +229,7 @@ class Membership:
     def ends_attempt(self, error: BaseException) -> bool:
         """Return whether an error is there because a member is lost. Ranks: any, alone."""
         propagation, was_connected = self.propagation(), self._is_connected
-        record = None if propagation is None else propagation.record
+        record = None if propagation is None else propagation.attempt.record
         # Not Ctrl-C, nor the program's own wish to end, nor an exception of a rank, which would come again.
         if not isinstance(error, Exception) or (record is not None and not record.ended):
             return False
@@ -265,7 +265,7 @@ class Membership:
                 later = [f"ready/{n}/{one}" for n in range(number + 1, newest.number + 1) for one in left]
                 if any(self._store.check([key]) for key in later):
                     self.check()
-                record = None if propagation is None else propagation.record
+                record = None if propagation is None else propagation.attempt.record
                 # Not for the end of a member that the others outlive.
                 if propagation and record and not (record.ended and self._wait_for_news(_NEWS_WITHIN)):
                     propagation.check()
@@ -309,7 +309,7 @@ class Membership:
                 propagation, is_over = self.propagation(), self.outdated and self.current.members
                 # Again and again, because the attempt, or a connection, may begin after the news.
                 if is_over and self._lost and propagation is not None:
-                    propagation.lose(self._lost[-1][1])
+                    propagation.attempt.outlive(self._lost[-1][1])
                 if is_over and (is_new or self._connecting):
                     self._end_waits()
             time.sleep(_LOOK_EVERY)

@@ -1,14 +1,14 @@
 """How a process ends: what runs and is written out before, what is printed last, and what is not waited for.
 
 Nothing else in a run calls ``os._exit`` (processes of the doctor do) or replaces ``sys.excepthook``. What is settled of
-the end of this process is in one object, :data:`outcome`; of an error, in the :class:`Ending` that it carries. An end
-that Python does not make itself is made by :func:`end_now`:
+the end of this process is in one object, :data:`exit_plan`; of an error, in the :class:`ExitReport` that it carries. An
+end that Python does not make itself is made by :func:`end_now`:
 
 =========================================== ===================================================================
 who                                         what it does
 =========================================== ===================================================================
 Python, in an orderly end                   functions of :mod:`atexit` run
-:meth:`Outcome.force_exit_at_shutdown`      as above once Python exits, but nothing that waits for a dead peer; if
+:meth:`ExitPlan.force_exit_at_shutdown`     as above once Python exits, but nothing that waits for a dead peer; if
                                             the program has caught the failure, with its own exit code. Another
                                             Ctrl-C meanwhile ends it at once
 :func:`end_now`, from any thread            by force: only what :func:`on_flush` holds is written
@@ -30,7 +30,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from lightning_lockstep._system import on_ctrl_c
 from lightning_lockstep._text import SAVED, say
@@ -128,8 +128,8 @@ clock, interrupt_clock = _Clock("lockstep-clock"), _Clock("lockstep-interrupt")
 
 
 @dataclass
-class Ending:
-    """How this process ends if nobody catches an error, or once Python begins to exit."""
+class ExitReport:
+    """What is printed of an error that nobody catches, and how this process then ends."""
 
     text: str = ""  # printed last
     exit_code: int | None = None  # None: Python's own
@@ -140,8 +140,14 @@ class Ending:
     replaces: bool = False
 
 
-class Outcome:
-    """How this process ends, as far as that is settled."""
+class _ForcedExit(NamedTuple):
+    exit_code: int
+    message: str  # to standard error, before what is registered for the exit runs
+    unless_caught: bool  # a program that has caught the failure ends as it would have without
+
+
+class ExitPlan:
+    """How this process is to end, as far as that is settled."""
 
     def __init__(self) -> None:
         self.expected_exit_code: int | None = None  # on which all ranks have agreed, so that it is no failure
@@ -152,13 +158,12 @@ class Outcome:
         # Called before an end by force, to end the ranks that this one has started.
         self.on_force: Callable[[], None] | None = None
         # How this process is to end because of a failure, once Python begins to exit, without waiting for other ranks.
-        self.forced_exit: Ending | None = None
-        self._unless_caught = False  # not if the program has caught the failure
+        self.forced_exit: _ForcedExit | None = None
         self._last_said = ""  # the report that is to be the last of the run's output
         self.lines_followed = False  # whether other lines of the run were printed after it
 
     def __reduce__(self) -> str:
-        return "outcome"  # the one of the process that unpickles it: a sweep sends objects that refer to it to workers
+        return "exit_plan"  # that of the process that unpickles it: a sweep sends objects that refer to it to workers
 
     @property
     def ends_with_error(self) -> bool:
@@ -167,15 +172,11 @@ class Outcome:
         return hasattr(sys, "last_value")
 
     def force_exit_at_shutdown(
-        self,
-        exit_code: int,
-        message: str = "",  # to standard error, before what is registered for the exit runs
-        *,
-        unless_caught: bool = False,  # a program that has caught the failure ends as it would have without
+        self, exit_code: int, message: str = "", *, unless_caught: bool = False
     ) -> None:
         """Have this process, once Python begins to exit, end without the destructors that wait for dead peers."""
         if self.forced_exit is None:
-            self.forced_exit, self._unless_caught = Ending(message, exit_code), unless_caught
+            self.forced_exit = _ForcedExit(exit_code, message, unless_caught)
             atexit.register(self._leave)
 
     def cancel_forced_exit(self) -> None:
@@ -191,22 +192,21 @@ class Outcome:
             from lightning_lockstep._lightning import _destroy_dist_connection
 
             atexit.unregister(_destroy_dist_connection)
-        ending = self.forced_exit
-        if ending is None or (self._unless_caught and not self.ends_with_error):
+        forced = self.forced_exit
+        if forced is None or (forced.unless_caught and not self.ends_with_error):
             self.cancel_forced_exit()
             return
-        code = ending.exit_code or 0
 
         def end_at_once(*_: object) -> None:
             # It takes no lock and writes nothing, because what it interrupts may hold any lock.
             if self.on_force is not None:
                 self.on_force()
-            os._exit(code)
+            os._exit(forced.exit_code)
 
         # end_now() calls the functions of atexit that were registered before this one; they may wait for long.
         with on_ctrl_c(end_at_once):
-            self.say_last(ending.text)
-            end_now(code, by_force=False)
+            self.say_last(forced.message)
+            end_now(forced.exit_code, by_force=False)
 
     # -- the last line
 
@@ -236,19 +236,19 @@ class Outcome:
             return
 
         def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
-            ending = _nearest_ending(value)
+            report = _nearest_report(value)
             try:
                 self._show(usual, kind, value, trace)
             finally:
                 # A thread that is no daemon, or a blocking function of :mod:`atexit`, could hold it forever.
-                if ending is not None and ending.deadline is not None:
-                    clock.after(ending.deadline, end_now, ending.exit_code or 1, _LATE)
+                if report.deadline is not None:
+                    clock.after(report.deadline, end_now, report.exit_code or 1, _LATE)
 
         hook.__lockstep__ = True  # type: ignore[attr-defined]
         sys.excepthook = hook
 
     def _show(self, usual: Any, kind: type[BaseException], value: BaseException, trace: Any) -> None:
-        own = ending_of(value)
+        own = exit_report_of(value)
         if own.replaces:
             if own.exit_code is not None and own.deadline is None:
                 self.force_exit_at_shutdown(own.exit_code)
@@ -265,7 +265,7 @@ class Outcome:
         self._was_last(f"{headline}\n{below.text}")
 
 
-outcome = Outcome()
+exit_plan = ExitPlan()
 
 
 def end_now(exit_code: int, message: str | Callable[[], str] = "", *, by_force: bool = True) -> NoReturn:
@@ -275,8 +275,8 @@ def end_now(exit_code: int, message: str | Callable[[], str] = "", *, by_force: 
     if not by_force:
         flush_everything()
         atexit._run_exitfuncs()
-    elif outcome.on_force is not None:
-        outcome.on_force()
+    elif exit_plan.on_force is not None:
+        exit_plan.on_force()
     last = threading.Thread(target=_print_last, args=(message,), name="lockstep-last", daemon=True)
     try:
         last.start()
@@ -290,61 +290,61 @@ def end_now(exit_code: int, message: str | Callable[[], str] = "", *, by_force: 
 def _print_last(message: str | Callable[[], str]) -> None:
     text = message if isinstance(message, str) else message()
     flush_everything()
-    outcome.say_last(text)
-    outcome.repeat_headline()
+    exit_plan.say_last(text)
+    exit_plan.repeat_headline()
 
 
 # ------------------------------------------------------------------ what is printed of an error
 
-# An error carries its ending with it: exceptions cannot be referred to weakly, and a table of them would keep those
+# An error carries its report with it: exceptions cannot be referred to weakly, and a table of them would keep those
 # alive that the program has caught, with their tracebacks and the model.
-_ATTRIBUTE = "__lockstep_ending__"
+_ATTRIBUTE = "__lockstep_exit_report__"
 
 
-def ending_of(error: BaseException) -> Ending:
-    return getattr(error, _ATTRIBUTE, None) or Ending()
+def exit_report_of(error: BaseException) -> ExitReport:
+    return getattr(error, _ATTRIBUTE, None) or ExitReport()
 
 
-def set_ending(error: BaseException, ending: Ending) -> None:
-    outcome.install_excepthook()
-    setattr(error, _ATTRIBUTE, ending)
+def set_exit_report(error: BaseException, report: ExitReport) -> None:
+    exit_plan.install_excepthook()
+    setattr(error, _ATTRIBUTE, report)
 
 
 def error_to_bytes(error: BaseException) -> bytes:
     """Return ``error`` for another process that this one works for, which then prints what this one would."""
-    ending = replace(ending_of(error), deadline=None)
-    if not ending.replaces:
-        ending = Ending(_formatted(error, _below(error).text), replaces=True)
+    report = replace(exit_report_of(error), deadline=None)
+    if not report.replaces:
+        report = ExitReport(_formatted(error, _below(error).text), replaces=True)
     try:
-        sent = pickle.dumps((error, ending))
+        sent = pickle.dumps((error, report))
         pickle.loads(sent)
     except Exception:  # whatever the constructor of a user's class makes of its pickle
-        return pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), ending))
+        return pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), report))
     return sent
 
 
 def error_from_bytes(sent: bytes) -> BaseException:
-    error, ending = pickle.loads(sent)
-    set_ending(error, ending)
+    error, report = pickle.loads(sent)
+    set_exit_report(error, report)
     assert isinstance(error, BaseException)
     return error
 
 
-def _nearest_ending(error: BaseException | None) -> Ending | None:
-    """Return the ending of an error, or of an earlier one: saving after a failure may fail too."""
+def _nearest_report(error: BaseException | None) -> ExitReport:
+    """Return the report of an error, or of one that it followed: saving after a failure may fail too."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
-        if (found := getattr(error, _ATTRIBUTE, None)) is not None:
-            return found  # type: ignore[no-any-return]
+        if hasattr(error, _ATTRIBUTE):
+            return exit_report_of(error)
         seen.add(id(error))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return None
+    return ExitReport()
 
 
-def _below(error: BaseException) -> Ending:
-    """Return the ending whose text is printed below an error: its own, or that of one that it followed."""
-    near = _nearest_ending(error)
-    return Ending() if near is None or near.replaces else near
+def _below(error: BaseException) -> ExitReport:
+    """Return the report whose text is printed below an error: its own, or that of one that it followed."""
+    near = _nearest_report(error)
+    return ExitReport() if near.replaces else near
 
 
 def _formatted(error: BaseException, below: str) -> str:

@@ -31,17 +31,17 @@ from torch.distributed import DistError
 
 from lightning_lockstep._lightning import SIGTERMException
 from lightning_lockstep._settings import NOTES_FOLDER
-from lightning_lockstep._system import write_report, write_whole
+from lightning_lockstep._system import shell_exit_code, write_report, write_whole
 from lightning_lockstep._text import SAVED, exit_in_words, ranks_in_words
-from lightning_lockstep.distributed.failure.process_exit import outcome
+from lightning_lockstep.distributed.failure.process_exit import exit_plan
 from lightning_lockstep.distributed.failure.tracebacks import format_error, user_function
 from lightning_lockstep.errors import (
-    CollectiveError,
     CollectiveMismatchError,
     CollectiveStallError,
     FailedRank,
     FailureKind,
     LockstepError,
+    RankFailedError,
 )
 
 # -- What is known of the rank that failed first, and the text that reports it --
@@ -73,10 +73,14 @@ class FailureRecord(FailedRank):
         """Whether the rank's process has ended, so that no program can have caught what happened."""
         return self.kind in ("exit", "signal", "vanished")
 
-    def collective_error(self) -> CollectiveError:
-        """Return the error that all ranks raise because of a diagnosis, of which this is the record."""
-        kind, text = CollectiveMismatchError, self.traceback.partition(": ")[2].rstrip("\n")
-        return kind(text) if self.summary.startswith(kind.__name__) else CollectiveStallError(text)
+    def error(self) -> BaseException:
+        """Return what the other ranks raise because of this failure."""
+        if self.kind == "interrupt":
+            return KeyboardInterrupt()
+        if self.kind != "collective":
+            return RankFailedError(self.report(), self)
+        mismatch, text = CollectiveMismatchError, self.traceback.partition(": ")[2].rstrip("\n")
+        return mismatch(text) if self.summary.startswith(mismatch.__name__) else CollectiveStallError(text)
 
     @property
     def is_of_all(self) -> bool:
@@ -90,7 +94,7 @@ class FailureRecord(FailedRank):
         place = f" {others}at {place_in_words(self.where)}" if self.where else ""
         process = f" (host {self.host}, process {self.pid})" if self.host else ""
         who = f"rank {self.rank} of {self.world_size}{process}"
-        if self.kind == "signal" and self.summary.startswith("killed by "):
+        if self.kind == "signal":
             return f"{who} was {self.summary}{place}"
         if self.is_of_all:
             return f"all {self.world_size} ranks stopped{place}: {self.summary}"
@@ -141,7 +145,6 @@ _RAISED_BY_ALL = ("OverflowDetectedError", "ReplicaMismatchError")
 _VERBS: dict[str, str] = {
     "exception": "failed",
     "exit": "ended",
-    "signal": "was killed",
     "vanished": "was lost",
     "interrupt": "was interrupted",
     "collective": "failed",
@@ -198,11 +201,11 @@ def describe_error(
     where: Callable[[], Mapping[str, Any]] = own_place,
 ) -> FailureRecord:
     kind: FailureKind = "interrupt" if isinstance(error, KeyboardInterrupt) else "exception"
-    code = 130 if kind == "interrupt" else 1
-    if isinstance(error, SystemExit):
-        # Lightning's SIGTERMException carries no code. If one rank alone exits, even code 0 is a failure.
-        code = error.code if isinstance(error.code, int) and error.code else 1
-        code = 128 + signal.SIGTERM if isinstance(error, SIGTERMException) else code
+    code = shell_exit_code(-signal.SIGINT) if kind == "interrupt" else 1
+    if isinstance(error, SIGTERMException):  # Lightning's carries no code
+        code = shell_exit_code(-signal.SIGTERM)
+    elif isinstance(error, SystemExit) and isinstance(error.code, int):
+        code = error.code or 1  # if one rank alone exits, even code 0 is a failure
     place, function = dict(where()), user_function(error)
     if function is not None:
         place["in"] = function
@@ -222,15 +225,15 @@ def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:_HEADLINE]}{more}".removesuffix(": ")
 
 
-def leaves_in_order(error: BaseException) -> bool:
-    """Return whether an error is a program's own wish to end without one, which is a failure if others go on."""
+def is_orderly_exit(error: BaseException) -> bool:
+    """Return whether a program exits with code 0 on purpose, which is a failure if other ranks go on."""
     return (
         isinstance(error, SystemExit) and not isinstance(error, SIGTERMException) and error.code in (None, 0)
     )
 
 
-def is_alike(error: BaseException, record: FailureRecord) -> bool:
-    """Return whether ``error`` is of the type that another rank has failed with, and no consequence of that."""
+def is_same_error(error: BaseException, record: FailureRecord) -> bool:
+    """Return whether ``error`` is of the type with which another rank has failed, and no consequence of that."""
     if isinstance(error, LockstepError):  # of all ranks
         return True
     same_type = record.summary.partition(":")[0] == type(error).__name__
@@ -240,9 +243,10 @@ def is_alike(error: BaseException, record: FailureRecord) -> bool:
 def describe_exit(rank: int, world_size: int, pid: int, returncode: int) -> FailureRecord:
     """Return the record of a process of this host that has ended with a return code, negative for a signal."""
     kind: FailureKind = "signal" if returncode < 0 else "exit"
-    code = 128 - returncode if returncode < 0 else returncode or 1  # of the job
     host, summary = socket.gethostname(), exit_in_words(returncode)
-    return FailureRecord(rank, world_size, host, pid, kind, summary, exit_code=code)
+    return FailureRecord(
+        rank, world_size, host, pid, kind, summary, exit_code=shell_exit_code(returncode) or 1
+    )
 
 
 def is_broken_collective(error: BaseException) -> bool:
@@ -280,8 +284,8 @@ def remove_earlier_report(folder: Path) -> None:
 
 def note_failure(record: FailureRecord) -> None:
     """Note which rank failed first, for the process that has started this one: one of ours, or ``torchrun``."""
-    if outcome.note is not None:
-        write_whole(outcome.note, record.to_json())
+    if exit_plan.note is not None:
+        write_whole(exit_plan.note, record.to_json())
     given = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if given:
         # torchrun takes the earliest error for the root cause, which it shows last.
@@ -295,7 +299,7 @@ def note_failure(record: FailureRecord) -> None:
 def forget_failure() -> None:
     """Take the note of a failure back: the program has caught it."""
     of_torchrun = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    for path in (of_torchrun, outcome.note):
+    for path in (of_torchrun, exit_plan.note):
         if path:
             with suppress(OSError):
                 Path(path).unlink()
@@ -305,7 +309,7 @@ def note_orderly_end() -> None:
     """Leave a note if this process ends in good order, for a launcher of ours that runs mpirun on this host."""
 
     def note() -> None:
-        in_order = not (outcome.forced_exit or outcome.ends_with_error)
+        in_order = not (exit_plan.forced_exit or exit_plan.ends_with_error)
         if in_order and Path(given).is_dir():  # on the host of the launcher alone
             Path(given, f"{os.getpid()}.ended").touch()
 

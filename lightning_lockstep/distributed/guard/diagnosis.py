@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
-from lightning_lockstep.distributed.failure.propagation import FailurePropagation
+from lightning_lockstep.distributed.failure.attempt import Attempt
 from lightning_lockstep.distributed.guard.observer import Activity, RankObserver, probe_unresponsive
 from lightning_lockstep.distributed.guard.rank_state import (
     DiagnosisRequest,
@@ -81,14 +81,14 @@ class StallDiagnosis:
         self,
         channel: SideChannel,
         own: RankObserver,
-        propagation: FailurePropagation,
+        attempt: Attempt,
         to_do: queue.SimpleQueue[Callable[[], None] | None],  # work for the guard's thread
         *,
         stall_timeout: float,  # how long a collective may take once all ranks have called it [s]
         window: float,  # how long before the stall timeout a request comes [s]
         verifies: bool = False,  # whether the ranks compare their calls before they make them
     ) -> None:
-        self._channel, self._own, self._propagation = channel, own, propagation
+        self._channel, self._own, self._attempt = channel, own, attempt
         self._stall_timeout, self._window = stall_timeout, window
         self._verifies = verifies
         self.answers = 0  # how many answers have come about errors of the backend
@@ -144,7 +144,7 @@ class StallDiagnosis:
         request = DiagnosisRequest(message.sender, outstanding, seconds, raised)
         now = time.monotonic()
         waits = [one.request.outstanding for one in self._open if not one.request.raised]
-        if self._propagation.failed or (request.outstanding in waits and not request.raised):
+        if self._attempt.failed or (request.outstanding in waits and not request.raised):
             self._answer(request)
         else:
             self._open.append(_Open(request, now, now))
@@ -173,7 +173,7 @@ class StallDiagnosis:
 
     def _silent(self, look: _Look) -> dict[int, UnresponsiveRank]:
         # A rank that fails reports that before it closes its channel.
-        channel, has_failed = self._channel, self._propagation.failed
+        channel, has_failed = self._channel, self._attempt.failed
         with self._own.activity.left_out():
             return {
                 rank: probe_unresponsive(channel, rank, self._activities, has_failed=has_failed)
@@ -194,7 +194,7 @@ class StallDiagnosis:
                 self._conclude(request, found)
             else:
                 one.due = time.monotonic() + again
-            if self._propagation.failed:  # this explains the other requests too
+            if self._attempt.failed:  # this explains the other requests too
                 self.forget()
                 return
 
@@ -222,7 +222,7 @@ class StallDiagnosis:
         if found.kind == "mismatch" and not self._verifies:
             found = replace(found, text=f"{found.text}\n\n{_VERIFY}")
         # A rank that was silent raises the error too, once it goes on.
-        if not self._propagation.report_diagnosis(found.error()):
+        if not self._attempt.report_diagnosis(found.error()):
             self._answer(request)
 
     def _is_news(self, request: DiagnosisRequest) -> bool:

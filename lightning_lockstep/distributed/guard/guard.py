@@ -85,7 +85,7 @@ class CollectiveGuard:
         self._stall = StallDiagnosis(
             channel,
             self.rank,
-            propagation,
+            propagation.attempt,
             self._to_do,
             stall_timeout=settings.stall_timeout,
             window=window,
@@ -127,7 +127,7 @@ class CollectiveGuard:
     def _before_terminate(self) -> None:
         """Tell all ranks why C++ is about to abort this process, if rank 0 finds out why."""
         self._ask("a thread of the backend ended the process", None)
-        record = self._propagation.record
+        record = self._propagation.attempt.record
         if record is not None and record.kind == "collective":
             self._channel.flush()  # or the others might notice the end of rank 0 before they know why
             self._propagation.end_now(record)
@@ -142,7 +142,9 @@ class CollectiveGuard:
                 lambda: self._stall.request(next(iter(self.rank.outstanding()), None), 0.0, raised)
             )
             self._channel.wait_for(
-                lambda: self._stall.answers > before or self._propagation.failed, _EXPLAIN_FOR, stops=False
+                lambda: self._stall.answers > before or self._propagation.attempt.failed,
+                _EXPLAIN_FOR,
+                stops=False,
             )
 
     def _run(self) -> None:
@@ -173,7 +175,7 @@ class CollectiveGuard:
         return max(min(self._period, due - time.monotonic()), _OFTEN)
 
     def _look(self) -> None:
-        if self._propagation.failed:
+        if self._propagation.attempt.failed:
             return
         now, waits = time.monotonic(), self._waits
         # The flight recorder reports a call once it has seen it at two looks, so the wait began a look ago.

@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_lockstep._text import first_line, install_command
-from lightning_lockstep.distributed.failure.process_exit import flush_everything, outcome
+from lightning_lockstep.distributed.failure.process_exit import exit_plan, flush_everything
 from lightning_lockstep.distributed.guard.rank_state import WORLD, group_title
 from lightning_lockstep.distributed.mpi.worker import Body, MPIWork, Worker, wait_for_callbacks
 from lightning_lockstep.distributed.process_group import host_rendezvous
@@ -102,8 +102,8 @@ class MPIRuntime:
     def leave(self) -> None:
         """At the exit of Python: finalise MPI, which waits for the other ranks, or abort the job after a failure."""
         # An exception that nobody catches on one rank must not leave the others waiting in MPI.
-        if outcome.forced_exit or outcome.ends_with_error:
-            self._abort((outcome.forced_exit and outcome.forced_exit.exit_code) or 1)
+        if exit_plan.forced_exit or exit_plan.ends_with_error:
+            self._abort((exit_plan.forced_exit and exit_plan.forced_exit.exit_code) or 1)
         wait_for_callbacks(_CALLBACKS)  # C++ ends a process whose callbacks Python stops at its own end
         if self._finalises and not self.MPI.Is_finalized():
             # Finalize holds Python's lock until all ranks are there. Other threads of this one may still have to send
@@ -139,7 +139,7 @@ def start_runtime() -> MPIRuntime:
         if _runtime is None:
             _runtime = MPIRuntime()
             atexit.register(_runtime.leave)
-            outcome.install_excepthook()
+            exit_plan.install_excepthook()
         return _runtime
 
 

@@ -51,24 +51,24 @@ FORCED = """
 """
 HELD = """
     import sys, threading, time
-    process_exit.outcome.install_excepthook()
+    process_exit.exit_plan.install_excepthook()
     usual = sys.excepthook
     sys.excepthook = lambda *args: usual(*args)  # another library's: ours stands in front of it and behind it
     threading.Thread(target=time.sleep, args=(600,)).start()
     error = ValueError("boom")
-    process_exit.set_ending(error, process_exit.Ending(deadline=0.5, exit_code=5, replaces={}))
-    process_exit.outcome.on_force = lambda: print("children ended")
+    process_exit.set_exit_report(error, process_exit.ExitReport(deadline=0.5, exit_code=5, replaces={}))
+    process_exit.exit_plan.on_force = lambda: print("children ended")
     raise error
 """
 CAUGHT = """
     import sys
-    atexit.register(lambda: print("leaving", process_exit.outcome.forced_exit is not None))
-    process_exit.outcome.force_exit_at_shutdown(5, unless_caught=True)
+    atexit.register(lambda: print("leaving", process_exit.exit_plan.forced_exit is not None))
+    process_exit.exit_plan.force_exit_at_shutdown(5, unless_caught=True)
     {}
 """
 TAKEN = """
     error = ValueError("boom")
-    process_exit.set_ending(error, process_exit.Ending("\\nlightning-lockstep: boom\\n", 137, replaces=True))
+    process_exit.set_exit_report(error, process_exit.ExitReport("\\nlightning-lockstep: boom\\n", 137, replaces=True))
     try:
         raise error
     except {}:
@@ -87,7 +87,7 @@ DROPPED = f"""
 CHAINED = """
     try:
         error = ValueError("boom")
-        process_exit.set_ending(error, process_exit.Ending("rank 1 of 2 failed: ValueError: boom"))
+        process_exit.set_exit_report(error, process_exit.ExitReport("rank 1 of 2 failed: ValueError: boom"))
         raise error
     except ValueError:
         raise OSError("no space left")  # as where Lightning's own handling of the failure fails in turn
@@ -99,7 +99,7 @@ NO_THREADS = """
         raise RuntimeError("can't start new thread")
 
     error = ValueError("boom")
-    process_exit.set_ending(error, process_exit.Ending(deadline=30.0, exit_code=7))
+    process_exit.set_exit_report(error, process_exit.ExitReport(deadline=30.0, exit_code=7))
     threading.Thread(target=time.sleep, args=(60.0,)).start()
     threading.Thread.start = refuse
     raise error
@@ -143,7 +143,7 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
         import threading
         os.dup2(writer, 2)
         error = ValueError("lost")
-        process_exit.set_ending(error, process_exit.Ending(deadline=0.3, exit_code=7))
+        process_exit.set_exit_report(error, process_exit.ExitReport(deadline=0.3, exit_code=7))
         threading.Thread(target=threading.Event().wait).start()
         raise error
         """,
@@ -153,7 +153,7 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
     "failed: exit functions run, and the code is kept": (
         """
         atexit.register(print, "tracker closed")
-        process_exit.outcome.force_exit_at_shutdown(5)
+        process_exit.exit_plan.force_exit_at_shutdown(5)
         raise SystemExit(1)
         """,
         5,
@@ -161,7 +161,7 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
     ),
     "failed: it says why where Python would print nothing": (
         """
-        process_exit.outcome.force_exit_at_shutdown(5, "the report\\n")
+        process_exit.exit_plan.force_exit_at_shutdown(5, "the report\\n")
         raise SystemExit(1)
         """,
         5,
@@ -169,8 +169,8 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
     ),
     "failed: the report is printed once": (
         """
-        process_exit.outcome.say_last("the report\\nof a failure\\n")
-        process_exit.outcome.lines_followed = True
+        process_exit.exit_plan.say_last("the report\\nof a failure\\n")
+        process_exit.exit_plan.lines_followed = True
         process_exit.end_now(5, "the report\\nof a failure\\n")
         """,
         5,
@@ -223,8 +223,8 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
         signal.signal(signal.SIGINT, signal.default_int_handler)
         atexit.register(print, "never")
         atexit.register(signal.raise_signal, signal.SIGINT)  # while this process waits for its ranks, say
-        process_exit.outcome.on_force = lambda: print("children ended", flush=True)
-        process_exit.outcome.force_exit_at_shutdown(130)
+        process_exit.exit_plan.on_force = lambda: print("children ended", flush=True)
+        process_exit.exit_plan.force_exit_at_shutdown(130)
         raise KeyboardInterrupt
         """,
         130,
@@ -235,7 +235,7 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
         import os, signal
         signal.signal(signal.SIGINT, signal.default_int_handler)
         process_exit.on_flush(lambda: (os.write(1, b"once"), signal.raise_signal(signal.SIGINT)))
-        process_exit.outcome.force_exit_at_shutdown(130)
+        process_exit.exit_plan.force_exit_at_shutdown(130)
         raise SystemExit(1)
         """,
         130,
@@ -248,7 +248,7 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
         """
         import time
         error = ValueError("boom")
-        process_exit.set_ending(error, process_exit.Ending(deadline=0.1, exit_code=5))
+        process_exit.set_exit_report(error, process_exit.ExitReport(deadline=0.1, exit_code=5))
         try:
             raise error
         except ValueError:
@@ -283,7 +283,7 @@ NOTES = {
     "for launchers": f"""
         import os, pathlib
         os.environ["TORCHELASTIC_ERROR_FILE"] = os.environ["FOLDER"] + "/torchrun.json"
-        process_exit.outcome.note = pathlib.Path(os.environ["FOLDER"], "0.failed")
+        process_exit.exit_plan.note = pathlib.Path(os.environ["FOLDER"], "0.failed")
         record.note_failure({RECORD})
     """,
     "in order": ENDED.format("raise SystemExit(75)"),

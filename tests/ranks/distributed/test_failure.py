@@ -21,7 +21,7 @@ from tests.harness import run_ranks_raw
 
 def propagation(grace: float) -> FailurePropagation:
     made = propagation_on(current_communicator().side_channel)
-    made.grace_period = grace
+    made.attempt.grace_period = grace
     made.enter()
     return made
 
@@ -76,23 +76,23 @@ def caught_on_all_ranks() -> bool:
     for slow in (0, 2):
         for kind in (ValueError, ConfigurationError):
             crash.enter()
-            crash.meet(60.0)
+            crash.attempt.meet(60.0)
             dist.barrier()
             if rank == slow:
                 time.sleep(0.3)
             error = kind(f"pruned on rank {rank}")
             assert crash.error_to_raise(error) is error
-            crash.leave()
+            crash.attempt.leave()
     crash.enter()
-    crash.meet(60.0)
+    crash.attempt.meet(60.0)
     dist.barrier()
     time.sleep(GRACE + 0.3)  # what would end a rank would have ended it by now
     crash.check()
-    assert process_exit.outcome.forced_exit is None
+    assert process_exit.exit_plan.forced_exit is None
     dist.barrier()  # all have looked
     error = ValueError("pruned in the last fit")
     assert crash.error_to_raise(error) is error
-    crash.leave()
+    crash.attempt.leave()
     time.sleep(GRACE + 0.3)  # the program does something else, and ends without another fit
     return True
 
@@ -114,7 +114,7 @@ def raise_beside_a_frozen_rank() -> tuple[str, float, bool]:
     raised = crash.error_to_raise(ValueError("boom beside a frozen rank"))
     seconds = time.monotonic() - began
     os.kill(pids[0], signal.SIGKILL)  # nothing waits for the limit of the test
-    return str(raised), seconds, process_exit.ending_of(raised).replaces
+    return str(raised), seconds, process_exit.exit_report_of(raised).replaces
 
 
 def test_a_rank_whose_rank_0_is_frozen_prints_its_own_error() -> None:
@@ -126,7 +126,7 @@ def test_a_rank_whose_rank_0_is_frozen_prints_its_own_error() -> None:
 
 def wait_after_the_last_fit() -> tuple[str, float]:
     crash = propagation(3.0)
-    crash.leave()
+    crash.attempt.leave()
     dist.barrier()
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -193,7 +193,7 @@ def last_words(console: Path) -> None:
     log, _ = prepared("last words")
     logging.getLogger("last words").addHandler(logging.StreamHandler())
     crash = propagation_on(current_communicator().side_channel)
-    crash.grace_period = 20.0
+    crash.attempt.grace_period = 20.0
     crash.enter()
     processes = [("", 0)] * 3
     dist.all_gather_object(processes, (socket.gethostname(), os.getpid()))

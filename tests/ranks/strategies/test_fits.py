@@ -193,7 +193,7 @@ def caught_failures() -> list[str]:
         strategy = kind()
         with pytest.raises((ValueError, RankFailedError)):
             fit(Raises(), loader(3), strategy=strategy)
-        states.append(strategy.supervisor.propagation.state)
+        states.append(strategy.supervisor.propagation.attempt.state)
     return states
 
 

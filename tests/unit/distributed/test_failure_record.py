@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from lightning_lockstep.distributed.failure.process_exit import (
-    Ending,
+    ExitReport,
     error_from_bytes,
     error_to_bytes,
-    set_ending,
+    set_exit_report,
 )
 from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
@@ -122,7 +122,7 @@ def test_an_error_of_another_process_is_printed_as_there(
     try:
         raise error
     except Exception:
-        set_ending(error, Ending("rank 0 of 2 failed"))
+        set_exit_report(error, ExitReport("rank 0 of 2 failed"))
         arrived = error_from_bytes(error_to_bytes(error))
     assert type(arrived) is (ValueError if type(error) is ValueError else RuntimeError)
     sys.excepthook(type(arrived), arrived, None)

@@ -15,7 +15,7 @@ from lightning_lockstep.distributed import FailurePropagation, SideChannel
 from lightning_lockstep.distributed.failure import propagation as propagation_module
 from lightning_lockstep.distributed.failure.interrupt import connections
 from lightning_lockstep.distributed.failure.members import HostedMembers, Membership
-from lightning_lockstep.distributed.failure.process_exit import Outcome
+from lightning_lockstep.distributed.failure.process_exit import ExitPlan
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error, describe_exit
 from lightning_lockstep.distributed.process_group import forget_rendezvous
 from lightning_lockstep.distributed.side_channel.channel import Message
@@ -188,7 +188,7 @@ def attempt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     )
     monkeypatch.setattr(propagation_module, "clock", clock)
     monkeypatch.setattr(propagation_module, "interrupt_clock", clock)
-    monkeypatch.setattr(propagation_module, "outcome", Outcome())
+    monkeypatch.setattr(propagation_module, "exit_plan", ExitPlan())
     ended = list[FailureRecord]()
     made = FailurePropagation(SideChannel(1, 2))
     made.end_now = ended.append  # type: ignore[method-assign,assignment]
@@ -197,7 +197,7 @@ def attempt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_a_loss_that_came_before_the_attempt_was_entered_ends_it(attempt: Any) -> None:
-    attempt.propagation.lose(KILLED)
+    attempt.propagation.attempt.outlive(KILLED)
     attempt.propagation.enter()
     with pytest.raises(RankFailedError, match="rank 2 of 3"):
         attempt.propagation.check()
@@ -207,9 +207,9 @@ def test_no_countdown_of_a_loss_that_the_channel_has_seen_first_ends_a_rank_that
     attempt: Any,
 ) -> None:
     attempt.propagation.enter()
-    attempt.propagation._decide(-1, KILLED)
+    attempt.propagation.attempt._decide(-1, KILLED)
     assert attempt.later
-    attempt.propagation.lose(KILLED)
+    attempt.propagation.attempt.outlive(KILLED)
     for _, function, arguments in attempt.later:
         if function == attempt.propagation._grace_ends:
             function(*arguments)
@@ -224,7 +224,7 @@ def test_a_member_that_waits_at_the_end_of_a_call_hears_that_another_one_has_rai
     member.propagation = lambda: attempt.propagation
     attempt.propagation.enter()
     raised = describe_error(ValueError("boom at the end"), 0, 2)
-    news = threading.Timer(0.2, attempt.propagation._decide, (1, raised))
+    news = threading.Timer(0.2, attempt.propagation.attempt._decide, (1, raised))
     ends = threading.Timer(20.0, run.publish, (0,), {"ends": True})  # so that it does not wait forever
     news.start(), ends.start()
     try:
