@@ -140,7 +140,8 @@ class Job:
             return self._loader.missing(override, self.config)
         known = self._loader.choices(group)
         texts = [
-            f"group {group!r} has no option {one!r}.{did_you_mean(one, known)}"
+            # A Trainer takes the strategies by names that begin with the package's.
+            f"group {group!r} has no option {one!r}.{did_you_mean(one.removeprefix('lockstep_'), known)}"
             for one in map(str, value if isinstance(value, list) else [value])
             if not (override.is_delete() or self._loader.is_choice(group, one))
         ]

@@ -65,7 +65,7 @@ WRONG = [
         ),
         ("data._target_=lightning_lockstep.demo.DigitData", "Did you mean 'DigitsData'?"),
         ("ckpt_path=last", "ckpt_path=last: no run under"),
-        ("strategy=lockstep_ddp", "It has: ddp, "),
+        ("strategy=lockstep_ddp", "Did you mean 'ddp'? It has: ddp, "),
         ("trainer.precision=fp16", "'16-mixed'"),
         ("+trainer.strategy=ddp", "the group 'strategy' sets this: write strategy=..."),
         ("logger=false", "group 'logger' has no option 'False'. It has: "),
