@@ -90,7 +90,7 @@ _VANISHED = (
     " or its host cannot be reached"
 )
 _GONE = "its process has ended without a report: it was killed, or it has ended itself"
-_LEFT = "its program has come to its end while other ranks wait for it"
+_LEFT = "its program has ended while other ranks wait for it"
 # The number of the attempt in a message about the end of a process: it is a failure of every attempt from then on.
 _EVER = -1
 

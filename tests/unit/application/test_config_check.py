@@ -125,7 +125,7 @@ def test_the_newest_run_beside_this_one_is_found(tmp_path: Path, monkeypatch: py
     whole = checkpoint.read_bytes()
     checkpoint.write_bytes(whole[: len(whole) // 2])
     assert only(faults_of("ckpt_path=last")).startswith(
-        f"ckpt_path=last: expected a checkpoint, and {checkpoint} is cut"
+        f"ckpt_path=last: expected a whole checkpoint, but {checkpoint} is truncated"
     )
 
 
