@@ -170,7 +170,8 @@ def _line(override: Override) -> str:
 
 def whole_message(error: BaseException) -> str:
     """The texts of an exception and its causes, the first sentence of each."""
-    if isinstance(error, MissingConfigException):
+    # Without a name the folder of the primary config is missing, which the second line names.
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         name, known = str(error.missing_cfg_file).rpartition("/")[2], error.options
         has = f".{did_you_mean(name, known)} It has: {', '.join(known)}." if known else _SEARCHED
         return first_line(error) + has

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import MissingConfigException
 
 from lightning_lockstep._application import checks, overrides
 from lightning_lockstep._application.signatures import show_faults
@@ -263,6 +265,13 @@ def test_a_file_that_cannot_be_used_is_one_fault(text: str, fault: str, tmp_path
 
 def test_a_wrong_config_name_is_one_fault() -> None:
     assert "There is: lockstep_train." in only(faults_of("--config-name", "lockstep_trane"))
+
+
+def test_a_missing_folder_of_the_primary_config_is_named(tmp_path: Path) -> None:
+    folder = str(tmp_path / "conf")
+    with initialize_config_dir(folder, version_base=None), pytest.raises(MissingConfigException) as caught:
+        compose("config")
+    assert f"Check that the config directory '{folder}' exists" in overrides.whole_message(caught.value)
 
 
 def test_the_message_in_the_docs_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
