@@ -247,7 +247,9 @@ def _resumed(config: DictConfig) -> list[str]:
     with Path(path).open("rb") as file:
         if file.read(2) not in (b"PK", b""):  # no archive, as torch's files are now, but in its old format
             return []
-    text = f"expected a checkpoint, and {path} is cut off, as by a full disk or a copy that did not end."
+    text = (
+        f"expected a whole checkpoint, but {path} is truncated, as after a full disk or an interrupted copy."
+    )
     return [f"{shown(config, 'ckpt_path')}: {text} Name another one."]
 
 

@@ -140,7 +140,8 @@ class Job:
             return self._loader.missing(override, self.config)
         known = self._loader.choices(group)
         texts = [
-            f"group {group!r} has no option {one!r}.{did_you_mean(one, known)}"
+            # A Trainer takes the strategies by names that begin with the package's.
+            f"group {group!r} has no option {one!r}.{did_you_mean(one.removeprefix('lockstep_'), known)}"
             for one in map(str, value if isinstance(value, list) else [value])
             if not (override.is_delete() or self._loader.is_choice(group, one))
         ]
@@ -169,7 +170,8 @@ def _line(override: Override) -> str:
 
 def whole_message(error: BaseException) -> str:
     """The texts of an exception and its causes, the first sentence of each."""
-    if isinstance(error, MissingConfigException):
+    # Without a name the folder of the primary config is missing, which the second line names.
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         name, known = str(error.missing_cfg_file).rpartition("/")[2], error.options
         has = f".{did_you_mean(name, known)} It has: {', '.join(known)}." if known else _SEARCHED
         return first_line(error) + has

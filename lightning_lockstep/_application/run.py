@@ -223,9 +223,7 @@ def _loops(
             loop(name, verbose=False)
 
     if not config.fit and path is None and trainer.is_global_zero:
-        say(
-            "lightning-lockstep: fit=false without ckpt_path: the model has the weights that it is made with."
-        )
+        say("lightning-lockstep: fit=false without ckpt_path: the model keeps its initial weights.")
     if config.fit:
         loop("fit")
         path = None

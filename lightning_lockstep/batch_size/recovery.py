@@ -197,7 +197,7 @@ def _why_not_here(trainer: Trainer, module: LightningModule) -> str:
     """Return why a step of this run cannot be made in parts, the same on all ranks; empty if it can."""
     strategy: Any = trainer.strategy
     if getattr(strategy, "sample_numbers", None) is not None:
-        return "with random_numbers='of_sample' or batch_norm='of_batch' its parts would have other numbers"
+        return "with random_numbers='of_sample' or batch_norm='of_batch' its parts would give other results"
     if getattr(getattr(strategy, "settings", None), "uneven_inputs", "") == "join":
         return "with uneven_inputs='join' other ranks may wait in a step for this rank's count of samples"
     if not module.automatic_optimization:

@@ -266,8 +266,8 @@ def _nothing_fits(search: SizeSearch, reason: str, limit: MemoryLimit) -> str:
     most = (
         ""
         if limit.size is None
-        else f" A rank may take {size_in_words(limit.size)} ({limit.source}), in which Python, its libraries, data,"
-        " model and optimizer count too. Raise that if the machine has more."
+        else f" A rank may take {size_in_words(limit.size)} ({limit.source}), which Python, its libraries, data, model"
+        " and optimizer share. Raise this limit if the machine has more."
     )
     return (
         f"1 does not fit: one sample needs more memory than there is.{most} Use a smaller model, a lower precision,"

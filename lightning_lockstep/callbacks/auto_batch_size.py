@@ -58,9 +58,9 @@ class AutoBatchSize(BatchSizeFinder, EndsWithRun):
         max_trials: Maximum number of sizes to try.
         batch_arg_name: Attribute of the module, its hparams, the data module or its hparams that the loader
             is made with. Not used when a DataLoader is passed to ``fit()``.
-        margin: Fraction by which the result stays below the largest size that fitted (0 to 1); not applied
+        margin: Fraction by which the result stays below the largest size that fits (0 to 1); not applied
             if the data or ``max_val`` were the limit.
-        max_val: Largest size to try. None is tried that is larger than the data one rank gets.
+        max_val: Largest size to try. No size larger than the data of one rank is tried.
         memory_limit: Maximum memory of a rank, in bytes or as ``"4GiB"``. By default what the device has free;
             on CPU the control group's limit or the host's memory, divided by the ranks of the host.
         global_batch_size: Samples of all ranks in one optimizer step of a fit, by gradient accumulation (see

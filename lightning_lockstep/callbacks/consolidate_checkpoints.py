@@ -55,7 +55,7 @@ class ConsolidateCheckpoints(Callback):
                 warnings.simplefilter("ignore", RuntimeWarning)  # about state that only the folder can hold
                 written = consolidate(folder, consolidated_name(folder), dtype=self.dtype)
         except ConfigurationError as error:
-            _log.warning(f"{error} Once that is mended, run: lockstep-consolidate {folder}")
+            _log.warning(f"{error} Once that is fixed, run: lockstep-consolidate {folder}")
         else:
             _log.info(f"{folder.name} is also in {written}, which loads without DeepSpeed")
 

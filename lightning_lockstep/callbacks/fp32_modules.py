@@ -17,7 +17,7 @@ class FP32Modules(EndsWithRun):
     """Runs chosen modules in float32: autocast off, inputs cast to float32, outputs cast back.
 
     This is the remedy that :class:`~lightning_lockstep.OverflowDetector` prints. Weights keep their dtype and
-    ``state_dict`` its keys. Of a chosen module and one inside it, only the outer one is changed.
+    ``state_dict`` its keys. If a chosen module is inside another one, only the outer one is changed.
 
     Args:
         modules: Names of modules below the LightningModule, or patterns such as ``decoder.*.mlp``.

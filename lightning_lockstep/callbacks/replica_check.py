@@ -29,7 +29,7 @@ _AT_THE_END = 30.0
 class ReplicaCheck(EndsWithRun):
     """Checks that all ranks hold the same weights, optimizer state and settings, and work on different data.
 
-    Before the first step the ranks compare how the run was made. Then, after the first batch, the fourth, every
+    Before the first step the ranks compare how the run is set up. Then, after the first batch, the fourth, every
     ``every_n_steps`` and the last one, each computes an exact checksum of every tensor and sends a few numbers to
     rank 0; if those differ, the ranks meet after the same batch, and a report names the tensors, the ranks in the
     minority, since when, and the likely reasons.
@@ -95,7 +95,7 @@ class ReplicaCheck(EndsWithRun):
                 _ = current_communicator().side_channel
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare how the run was made on each rank. Ranks: all, together; a gather of a number each."""
+        """Compare how the run is set up on each rank. Ranks: all, together; a gather of a number each."""
         communicator = current_communicator()
         if communicator.world_size == 1:
             return

@@ -139,7 +139,7 @@ class StaticShapes(EndsWithRun):
     it logs is weighted by the number of real samples.
 
     Args:
-        lengths: Lengths to which sequences are padded, growing: each to the smallest that holds it.
+        lengths: Lengths to which sequences are padded, in growing order: each to the smallest that holds it.
         pad_values: What sequences are padded with, by key of the batch (by position, if a batch is a list), such as
             ``{"input_ids": 0, "attention_mask": 0}``.
         ignored: Values that loss and metrics ignore, by key, such as ``{"labels": -100}``: sequences are padded

@@ -259,7 +259,7 @@ class _Run:
             self._code = main.exit_code
             say(
                 f"lightning-lockstep: rank 0 (process {main.pid}) was {main.summary} after the last call of a Trainer:"
-                " what the program does then was not made again."
+                " what the program does there was not repeated."
             )
 
     def _end(self, code: int) -> None:

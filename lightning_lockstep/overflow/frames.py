@@ -110,7 +110,7 @@ class Frame:
 class Producer:
     """What produced the first bad value."""
 
-    # module: good inputs, bad output; code: made in its own forward, just before it called `before`;
+    # module: good inputs, bad output; code: made in its own code, just before it called `before`;
     # weight: was bad already; batch: came with the data; spot: found by detect_overflow;
     # backward: its backward was given good gradients.
     kind: Literal["module", "code", "weight", "batch", "spot", "backward"]
@@ -118,7 +118,7 @@ class Producer:
     type: str
     labels: tuple[str, ...] = ()  # of the bad values
     remarks: str = ""  # on the statistics of the first of them
-    before: str = ""  # for code: the module called next
+    before: str = ""  # for code: the module called next; empty: the LightningModule's forward
     low_precision: bool = False  # it computed in float16 or bfloat16
     only_inf: bool = False  # no nan among them
 
@@ -128,16 +128,21 @@ class Producer:
         return [dotted(f"{self.before or self.module}.{label}") for label in self.labels[:4]]
 
     def sentence(self) -> str:
-        name = f"{self.module or 'the LightningModule'} ({self.type})"
+        name = _called(self.module, self.type)
+        own = "forward" if self.module else "code"
         said = {
             "module": f"{name} made it from good inputs",
-            "code": f"{name} made it in its own forward, before it called {self.before}",
+            "code": f"{name} made it in its own {own}, before it called {self.before or 'its forward'}",
             "weight": f"the weights of {name} are bad already",
             "batch": "it came with the batch",
             "spot": f"{name} made it, at detect_overflow",
             "backward": f"the backward of {name} made it from good gradients",
         }[self.kind]
         return f"{said}: {', '.join(self.labels[:4])}" + (f" [{self.remarks}]" if self.remarks else "")
+
+
+def _called(module: str, type_: str) -> str:
+    return f"{module or 'the LightningModule'} ({type_})"
 
 
 # -- Hooks that record a frame for each call of each module, forward and backward, and find the first bad value
@@ -252,7 +257,7 @@ class FrameRecorder:
             return
         if self._found and not self._whole:
             if any(True for _ in self._bad_only(name, outputs)):
-                self.propagators.append(f"{name} ({type(module).__name__})")
+                self.propagators.append(_called(name, type(module).__name__))
             return
         weights = self._values(name, module.named_parameters(recurse=False))
         results = self._values(name, outputs)
@@ -262,7 +267,7 @@ class FrameRecorder:
         if frame.bad and not self._found:
             self._found = True
             if self.producer is not None:
-                self.propagators.append(f"{name} ({frame.type})")
+                self.propagators.append(_called(name, frame.type))
                 return
             bad_weights, bad_results = ([v for v in some if v.bad] for some in (weights, results))
             bad = bad_weights or bad_results or [value for value in values if value.bad]

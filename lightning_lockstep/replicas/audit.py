@@ -106,7 +106,7 @@ class Audit:
         found = next(((rank, text) for rank, (text, _) in enumerate(told) if text), None)
         if found is None:
             return [of_rank for _, of_rank in told]
-        self.stopped = f"the step cannot be run apart from the run on rank {found[0]}: {found[1]}"
+        self.stopped = f"the step cannot be repeated alone on rank {found[0]}: {found[1]}"
         return None
 
     def _settle(self, disputed: bytes | None, owner: int, folds: Sequence[int]) -> str:  # of this rank so far

@@ -295,7 +295,7 @@ class _Step:
         if self.keys.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ConfigurationError(
                 f"{name} in a CUDA graph with random_numbers='of_sample': expected a step that is not captured, because"
-                " its numbers are others in each step."
+                " its numbers differ in each step."
             )
         # With a generator given, this draw passes the mode unseen in compiled code too.
         key = int(torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator))

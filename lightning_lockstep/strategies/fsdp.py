@@ -64,12 +64,12 @@ _PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", *_COMPUTES)
 
 
 class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
-    """A model divided among the ranks by torch's ``fully_shard`` (FSDP2), one process a device, on CPU or CUDA.
+    """A model divided among the ranks by torch's ``fully_shard`` (FSDP2), one process per device, on CPU or CUDA.
 
-    Each rank keeps a part of every parameter, of its gradient and of what the optimizer keeps for it. Units of the
+    Each rank keeps a part of every parameter, of its gradient and of its optimizer state. Units of the
     model are gathered when they are needed; what is in no unit is gathered for the whole step. Any LightningModule
-    can be trained as it is. Everything of :class:`LockstepDDPStrategy` holds here too: failure propagation, the guard,
-    the placement table, resolved precision, CPU threads.
+    can be trained as it is. Everything of :class:`LockstepDDPStrategy` applies here too: failure propagation, the
+    guard, the placement table, resolved precision, CPU threads.
 
     Args:
         shard: Which modules are units: ``auto`` (blocks of one class that a ``ModuleList`` or ``Sequential`` repeats,

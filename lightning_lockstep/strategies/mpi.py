@@ -36,7 +36,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         mpirun: The command that starts ranks; by default the one next to this Python, else the one in ``PATH``.
         mpirun_args: Further arguments for it.
         ssh_args: Arguments for ssh to the other hosts, such as ``["-p", "2222"]``.
-        options: Those of :class:`LockstepDDPStrategy`, but for ``start_method`` and ``process_group_backend``.
+        options: Those of :class:`LockstepDDPStrategy`, except ``start_method`` and ``process_group_backend``.
 
     Raises:
         ConfigurationError: One message with everything that cannot be used.

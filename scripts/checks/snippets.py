@@ -199,6 +199,8 @@ READERS_FILES = {
     "    def __init__(self, width: int = 8) -> None:\n        super().__init__(width=width)\n\n\n"
     "class Data(DigitsData):\n    pass\n",
     "my_conf/experiment/mine.yaml": "# @package _global_\ntrainer:\n  max_epochs: 1\n",
+    "conf/config.yaml": "defaults: [lockstep_train, _self_]\ntrainer: {fast_dev_run: true}\n"
+    "hydra: {searchpath: [pkg://lightning_lockstep.conf]}\n",
     "hosts": "node1 slots=4\nnode2 slots=4\n",
     "RUN/checkpoints/last.ckpt": EMPTY_ARCHIVE,
     "RUN/checkpoints/last.consolidated.ckpt": EMPTY_ARCHIVE,

@@ -65,7 +65,7 @@ _VANISHED = (
     " or its host cannot be reached"
 )
 _GONE = "its process has ended without a report: it was killed, or it has ended itself"
-_LEFT = "its program has come to its end while other ranks wait for it"
+_LEFT = "its program has ended while other ranks wait for it"
 
 
 class Attempt:

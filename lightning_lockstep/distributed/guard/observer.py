@@ -199,7 +199,7 @@ def probe_unresponsive(
     """Return what is known about a rank that does not answer; call this now and then while it does not."""
     host, pid = channel.process_of(rank)
     if channel.has_closed(rank):
-        said = "it has come to the end of its program"
+        said = "its program has ended"
         return UnresponsiveRank(said, has_ended=has_failed, has_left=not has_failed)
     if host != socket.gethostname() or not pid:
         place = f" (process {pid} on host {host})" if pid else ""

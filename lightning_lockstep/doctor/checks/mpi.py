@@ -54,7 +54,7 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     if has_mpi4py:
         yield _mpi4py(machine, first)
     else:
-        evidence = "it is not installed: `strategy=mpi` has only backend=gloo or nccl then, ranks on one host"
+        evidence = "it is not installed: without it `strategy=mpi` needs backend=gloo or nccl, on one host"
         yield warning("mpi4py", evidence, install_command("mpi"))
     if hosts := hosts_of(options):
         yield from _hosts(hosts, first, options)

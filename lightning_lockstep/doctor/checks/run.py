@@ -45,7 +45,9 @@ def _folder(folder: RunFolder) -> Iterable[Finding]:
         return _run(folder)
     below = folder.runs_below()
     if not below:
-        evidence = "it has no file of a run (.hydra, summary.json, failure.json, checkpoints, metrics.csv)"
+        evidence = (
+            "it has none of a run's files (.hydra, summary.json, failure.json, checkpoints, metrics.csv)"
+        )
         return [problem(what, evidence, search)]
     without = [run for run in below if not run.has("summary.json")]
     failed = [run for run in without if run.has("failure.json")]

@@ -124,7 +124,7 @@ def _outside(case: Case) -> Expected | None:
         return Expected(1, ("CollectiveStallError", ""), "rank 1 never came", seconds) if not first else None
     if first:
         return Expected(1, (own, "RankFailedError"), kept=None) if fault in ("raise", "exit0") else None
-    said = "its program has come to its end" if fault == "exit0" else ""
+    said = "its program has ended" if fault == "exit0" else ""
     return Expected(code, ("RankFailedError", own), said, seconds=3.0)
 
 

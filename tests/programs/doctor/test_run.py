@@ -206,8 +206,8 @@ def test_a_report_of_overflow_is_quoted_with_its_remedy_whatever_the_folder_is_c
 @pytest.mark.parametrize(
     ("place", "told"),
     [
-        ("a_folder", "it has no file of a run"),
-        ("a_file", "it has no file of a run"),
+        ("a_folder", "it has none of a run's files"),
+        ("a_file", "it has none of a run's files"),
         ("none", "there is no such folder"),
     ],
 )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import MissingConfigException
 
 from lightning_lockstep._application import checks, overrides
 from lightning_lockstep._application.signatures import show_faults
@@ -65,7 +67,7 @@ WRONG = [
         ),
         ("data._target_=lightning_lockstep.demo.DigitData", "Did you mean 'DigitsData'?"),
         ("ckpt_path=last", "ckpt_path=last: no run under"),
-        ("strategy=lockstep_ddp", "It has: ddp, "),
+        ("strategy=lockstep_ddp", "Did you mean 'ddp'? It has: ddp, "),
         ("trainer.precision=fp16", "'16-mixed'"),
         ("+trainer.strategy=ddp", "the group 'strategy' sets this: write strategy=..."),
         ("logger=false", "group 'logger' has no option 'False'. It has: "),
@@ -125,7 +127,7 @@ def test_the_newest_run_beside_this_one_is_found(tmp_path: Path, monkeypatch: py
     whole = checkpoint.read_bytes()
     checkpoint.write_bytes(whole[: len(whole) // 2])
     assert only(faults_of("ckpt_path=last")).startswith(
-        f"ckpt_path=last: expected a checkpoint, and {checkpoint} is cut"
+        f"ckpt_path=last: expected a whole checkpoint, but {checkpoint} is truncated"
     )
 
 
@@ -263,6 +265,13 @@ def test_a_file_that_cannot_be_used_is_one_fault(text: str, fault: str, tmp_path
 
 def test_a_wrong_config_name_is_one_fault() -> None:
     assert "There is: lockstep_train." in only(faults_of("--config-name", "lockstep_trane"))
+
+
+def test_a_missing_folder_of_the_primary_config_is_named(tmp_path: Path) -> None:
+    folder = str(tmp_path / "conf")
+    with initialize_config_dir(folder, version_base=None), pytest.raises(MissingConfigException) as caught:
+        compose("config")
+    assert f"Check that the config directory '{folder}' exists" in overrides.whole_message(caught.value)
 
 
 def test_the_message_in_the_docs_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,6 +100,19 @@ def test_code_between_modules_is_told_from_modules(tmp_path: Path) -> None:
     assert "suspect (Outer) made it in its own forward, before it called suspect.second: input[0]" in message
 
 
+def test_code_of_training_step_is_told_from_modules(tmp_path: Path, capsys: Any) -> None:
+    class Divides(Task):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(torch.where(batch > 50, torch.inf, batch), batch_idx)
+
+    _, message = find(Divides(), data(batches=2, marked={1: 0}), tmp_path)
+    assert (
+        "the LightningModule (Divides) made it in its own code, before it called its forward: input[0]"
+        in message
+    )
+    assert "    the LightningModule (Divides)\n" in capsys.readouterr().err, "it passed the value on, too"
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", [Explode, BadBackward])
 def test_inside_a_checkpointed_block(tmp_path: Path, kind: Any, reentrant: bool) -> None:

@@ -89,13 +89,13 @@ def test_an_error_of_the_backend_that_the_records_do_not_explain_stays_as_it_is(
 def test_an_error_of_the_backend_because_a_rank_has_left() -> None:
     request = DiagnosisRequest(rank=0, outstanding=None, seconds=0.0, raised="Connection closed by peer")
     states = {0: rank(0, call(3, done=True), of=3), 1: rank(1, of=3)}
-    gone = UnresponsiveRank("it has come to the end of its program", has_left=True)
+    gone = UnresponsiveRank("its program has ended", has_left=True)
     found = diagnose(request, states, {2: gone})
     assert lines(found)[0] == (
         "rank 2 never came to collective #3 of group 'world' (all_reduce): the program there has ended while"
         " rank 0 waited"
     )
-    assert lines(found)[5].endswith("no answer: it has come to the end of its program  <- never came")
+    assert lines(found)[5].endswith("no answer: its program has ended  <- never came")
     assert lines(found)[3].split() == ["0", "all_reduce", "float32", "(4,)", "train.py:3", "in", "step"]
     assert lines(found)[-1].startswith(
         "That program ended after fewer collectives than the others: look for a call"
