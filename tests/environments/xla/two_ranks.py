@@ -150,7 +150,8 @@ def main(case: str, folder: Path) -> None:
             failing.fit(Module(), data(rank, 2))
         finally:
             strategy: Any = failing.strategy
-            (folder / f"rank{rank}.txt").write_text(strategy.supervisor.propagation.state)
+            state = getattr(strategy.supervisor.propagation, "state", "not met")
+            (folder / f"rank{rank}.txt").write_text(state)
 
 
 if __name__ == "__main__":
