@@ -22,7 +22,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import LockstepDDPStrategy
-from lightning_lockstep.strategies import outliving
+from lightning_lockstep.strategies import startup
 from tests.harness import chosen_device, on_device
 
 MODE, FOLDER = sys.argv[1], Path(sys.argv[2])
@@ -90,7 +90,7 @@ class Notes(Callback):
 def with_lightning() -> bool:
     """Fit; return whether this rank is to save the weights."""
     if chosen_device() == "cuda":
-        outliving.check_start = lambda strategy: None
+        startup.check_start = lambda strategy: None
     ours, callbacks = MODE == "ours", [Notes()]
     if not ours:
         callbacks.append(ModelCheckpoint(FOLDER, filename="{step}", every_n_train_steps=50, save_last=True))

@@ -31,7 +31,7 @@ MEASURED = {
     "logging": ("logs",),
     "mpi": ("distributed/mpi",),
     "overflow": ("overflow", "steps", "callbacks/overflow_detector.py"),
-    "recovery": ("distributed/failure", "launchers/outliving.py", "strategies/outliving.py"),
+    "recovery": ("distributed/failure", "launchers/outliving.py", "strategies/outliving"),
     "replica_check": ("replicas", "callbacks/replica_check.py"),
     "same_run": ("loaders", "strategies"),
     "scale": ("distributed/side_channel", "distributed/failure"),

@@ -20,7 +20,7 @@ from lightning_lockstep._registry import public
 from lightning_lockstep._settings import NOTES_FOLDER
 from lightning_lockstep._system import shell_exit_code
 from lightning_lockstep._text import say
-from lightning_lockstep.distributed.failure.process_exit import end_now, flush_everything
+from lightning_lockstep.distributed.failure.process_exit import flush_everything
 from lightning_lockstep.distributed.failure.record import has_orderly_end
 from lightning_lockstep.distributed.rendezvous import token_for_children
 from lightning_lockstep.launchers.environments import LockstepEnvironment
@@ -33,7 +33,7 @@ from lightning_lockstep.launchers.mpirun_command import (
     mpirun_environ,
 )
 from lightning_lockstep.launchers.rank_processes import ASKS_TO_END, SignalForwarding
-from lightning_lockstep.launchers.rank_supervisor import current_job, note_ran_elsewhere, ran_elsewhere
+from lightning_lockstep.launchers.rank_supervisor import end_as_ranks_did, ran_elsewhere
 from lightning_lockstep.launchers.subprocess_script import rank_command
 
 # -- Starts the ranks of this program with mpirun --
@@ -62,7 +62,6 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
         """Run the whole program on all ranks. Outside of Hydra this process then ends as they ended."""
         # In a Hydra job it returns, so that a sweep goes on; further calls of a Trainer in that job do
         # nothing, because the ranks have made them already.
-        job = current_job()
         if ran_elsewhere():
             return None
         hosts = check_hosts(self.settings, self.mpirun, num_nodes=self.num_nodes)
@@ -93,10 +92,7 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
             if code == 0 and self.num_nodes > 1 and has_ranks_here and not has_orderly_end(notes):
                 say(_LOST)  # Open MPI 5 calls it a success
                 code = 1
-        if job is not None and code == 0:
-            note_ran_elsewhere()
-            return None
-        end_now(code, by_force=False)
+        end_as_ranks_did(code)
 
 
 def _saves_on_a_signal(trainer: Any) -> bool:

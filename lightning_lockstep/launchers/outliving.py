@@ -51,12 +51,7 @@ from lightning_lockstep.distributed.side_channel.channel import Message, SideCha
 from lightning_lockstep.distributed.side_channel.opening import open_on, side_channel_if_open
 from lightning_lockstep.errors import LaunchError, RankFailedError
 from lightning_lockstep.launchers.rank_processes import ASKS_TO_END, RankProcesses, SignalForwarding
-from lightning_lockstep.launchers.rank_supervisor import (
-    RankSupervisor,
-    current_job,
-    note_ran_elsewhere,
-    ran_elsewhere,
-)
+from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, end_as_ranks_did, ran_elsewhere
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher, rank_command
 
 # How much longer than the grace period the ranks of a run that ends may take [s].
@@ -291,9 +286,7 @@ class OutlivingLauncher(ScriptLauncher):
         if self.num_nodes == 1:  # else the hosts have their configuration from this store
             forget_rendezvous()
         exit_plan.on_force = None
-        if current_job() is None or code:
-            end_now(code, by_force=False)
-        note_ran_elsewhere()
+        end_as_ranks_did(code)
         return None
 
     def _run_as_member(self, membership: Membership, recovery: Any, function: Any, call: Any) -> Any:

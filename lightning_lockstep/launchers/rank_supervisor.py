@@ -26,7 +26,12 @@ from lightning_lockstep._settings import Faults, is_whole, settings_of
 from lightning_lockstep._system import shell_exit_code, usable_cores
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator, shut_down
-from lightning_lockstep.distributed.failure.process_exit import ExitReport, exit_plan, set_exit_report
+from lightning_lockstep.distributed.failure.process_exit import (
+    ExitReport,
+    end_now,
+    exit_plan,
+    set_exit_report,
+)
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.failure.record import (
     describe_error,
@@ -87,9 +92,11 @@ def folder_of_run(trainer: Any, job_folder: str | None) -> Path | None:
 _elsewhere: object = None
 
 
-def note_ran_elsewhere() -> None:
-    """Note that processes which this one has started were the ranks of this Hydra job, and have ended."""
+def end_as_ranks_did(code: int) -> None:
+    """End this process, which has started the ranks of its run, as they have; go on in a Hydra job that went well."""
     global _elsewhere
+    if current_job() is None or code:
+        end_now(code, by_force=False)
     _elsewhere = current_job()
 
 

@@ -139,7 +139,8 @@ class LoaderPosition(Callback):
         if trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return
         loops, saved = checkpoint["loops"]["fit_loop"], checkpoint.get(_KEY, {})
-        point = settle_counters(loops, saved.get("accumulated", trainer.accumulate_grad_batches))
+        accumulated = saved.get("accumulated", trainer.accumulate_grad_batches)
+        point = settle_counters(loops, accumulated, saved.get("broken_off"))
         self._resume = _Resume(point, saved)
         # Lightning saves states of loaders of rank 0 alone.
         states = [one.get("own", {}) for one in self._resume.records]

@@ -14,12 +14,18 @@ at the end of an epoch         begins the next epoch; a ``ReduceLROnPlateau`` of
 at the start of an epoch       begins that epoch
 after a fit that was cut short goes on with the next batch of the epoch
 ============================== =======================================================================================
+
+If a rank of a fit is lost, what was broken off is done again (`strategies/outliving/`), and the checkpoint says what:
+
+- ``step``: the next optimizer step if all that follows a batch is done, else as above
+- ``validation``: that validation, even if all of its batches are done
+- ``epoch``: the end of the epoch, without its validation
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -33,28 +39,34 @@ class ResumePoint:
     batch_open: bool = False  # Lightning had not counted the last batch as completed
     rest_open: bool = False  # a validation, or what follows one, may be left of the last batch
     epoch_open: bool = False  # the epoch before has ended, but for its ``ReduceLROnPlateau``
+    end_again: bool = False  # the end of the epoch was broken off
 
 
-def settle_counters(loops: dict[str, Any], accumulated: int) -> ResumePoint:
+def settle_counters(
+    loops: dict[str, Any], accumulated: int, broken_off: Literal["step", "validation", "epoch"] | None = None
+) -> ResumePoint:
     """Return where a fit goes on, and set the counters of its loops, as they were saved, to that."""
     epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
     validation = loops["epoch_loop.val_loop.batch_progress"]
     epoch, batch = epochs["current"], batches["current"]
-    done = batch["processed"]
-    no_batches_left = batches["is_last_batch"] and done == batch["ready"]
-    epoch_ended = epoch["processed"] == epoch["started"]
+    done, ready = batch["processed"], batch["ready"]
+    if broken_off == "step" and 0 < batch["completed"] == ready:
+        ready += 1  # what was broken off is the step of the next batch, or, after the last one, the end of the epoch
+    ended = epoch["completed"] if broken_off == "epoch" else epoch["processed"]
+    no_batches_left = batches["is_last_batch"] and done == ready
+    epoch_ended = ended == epoch["started"]
     if epoch["ready"] > epoch["started"] or (epoch_ended and (no_batches_left or not done)):
         total, done = batches["total"]["processed"], 0
-        is_open = epoch["completed"] < epoch["processed"] and epoch["ready"] == epoch["started"]
-        point = ResumePoint(epoch["processed"], epoch_open=epoch_ended and is_open)
+        is_open = epoch["completed"] < ended and epoch["ready"] == epoch["started"]
+        point = ResumePoint(ended, epoch_open=epoch_ended and is_open)
     else:
         partial = 0 if no_batches_left else done % accumulated  # their gradients are not saved
         total, done = batches["total"]["processed"] - batch["processed"] + done - partial, done - partial
         # A limit or a request has ended an epoch that has batches left; Lightning counts it as a whole one.
-        rest_open = 0 < done == batch["ready"] and not epoch_ended
+        rest_open = 0 < done == ready and not epoch_ended
         batch_open = rest_open and batch["completed"] < done
-        number = epoch["processed"] - epoch_ended
-        point = ResumePoint(number, True, done, no_batches_left, batch_open, rest_open)
+        number, end_again = ended - epoch_ended, broken_off == "epoch"
+        point = ResumePoint(number, True, done, no_batches_left, batch_open, rest_open, end_again=end_again)
     _set(epochs["total"], point.epoch)
     _set(epochs["current"], point.epoch)
     if point.begun:
@@ -64,7 +76,9 @@ def settle_counters(loops: dict[str, Any], accumulated: int) -> ResumePoint:
     _set(batches["current"], done)
     batches["is_last_batch"] = point.no_batches_left
     seen = validation["current"]
-    is_over = validation["is_last_batch"] and seen["completed"] == seen["ready"] > 0
+    is_over = (
+        broken_off != "validation" and validation["is_last_batch"] and seen["completed"] == seen["ready"] > 0
+    )
     _set(validation["total"], 0)
     _set(validation["current"], 0)
     validation["is_last_batch"] = False
@@ -91,6 +105,10 @@ def go_on(trainer: Any, point: ResumePoint) -> None:
     if point.no_batches_left:
         fetcher.done, fetcher.batches = True, []
     validates = loop._should_check_val_fx(fetcher)
+    if (
+        point.end_again and validates
+    ):  # the loop comes to this validation, leaves it out and counts the step once more
+        loop._batches_that_stepped -= 1
     if point.batch_open and not validates:
         loop.on_advance_end(fetcher)
     elif validates and not point.rest_open:

@@ -46,6 +46,12 @@ def put_in_place(owner: object, name: str, value: object) -> Callable[[], None]:
     return partial(_put_back, attributes, name, before)
 
 
+def call_around(owner: object, **functions: Callable[..., Any]) -> None:
+    """Have functions called in place of the owner's of the same name, which they are given first."""
+    for name, function in functions.items():
+        put_in_place(owner, name, partial(function, getattr(owner, name)))
+
+
 def _put_back(attributes: dict[str, Any], name: str, before: object) -> None:
     if before is _ABSENT:
         attributes.pop(name, None)

@@ -17,7 +17,7 @@ from lightning_lockstep.distributed.guard.verify import verify_parameters
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import RankLifecycle
 from lightning_lockstep.strategies.options import DDPSettings, OptionsOfDDP, taken
-from lightning_lockstep.strategies.startup import RankStartup
+from lightning_lockstep.strategies.startup import OutlivingStartup, RankStartup
 
 
 class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
@@ -119,8 +119,6 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
     def make_startup(self) -> RankStartup:
         """Return how the ranks are started and connected."""
         if self.settings.on_lost_rank == "continue":
-            from lightning_lockstep.strategies.outliving import OutlivingStartup
-
             return OutlivingStartup("popen", self.settings.process_group_backend)
         return RankStartup(self.settings.start_method, self.settings.process_group_backend)
 

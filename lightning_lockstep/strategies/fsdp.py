@@ -235,13 +235,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
 
     def teardown(self) -> None:
         """Release what the run used; the module stays divided, on its device. Ranks: every rank; waits for none."""
-        self.forget_loaders()
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        if self.accelerator is not None:
-            self.accelerator.teardown()
-        self.checkpoint_io.teardown()
-        self.supervisor.leave_if_raised()
+        self.teardown_in_place()
 
     # -- steps -----------------------------------------------------------------------------------------
 

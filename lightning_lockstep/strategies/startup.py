@@ -12,6 +12,7 @@ import torch
 from lightning_lockstep._lightning import ClusterEnvironment, _destroy_dist_connection
 from lightning_lockstep._text import install_command
 from lightning_lockstep._trainer import given_to_trainer
+from lightning_lockstep.distributed.failure.members import Membership
 from lightning_lockstep.distributed.failure.record import note_orderly_end
 from lightning_lockstep.distributed.mpi.backend import follow_failures, register_mpi_backend
 from lightning_lockstep.distributed.process_group import (
@@ -20,12 +21,21 @@ from lightning_lockstep.distributed.process_group import (
     start_process_group,
 )
 from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError
-from lightning_lockstep.launchers.environments import LockstepEnvironment, MPIEnvironment, detect_environment
+from lightning_lockstep.launchers.environments import (
+    LockstepEnvironment,
+    MPIEnvironment,
+    SlurmNodeEnvironment,
+    SlurmStepEnvironment,
+    detect_environment,
+)
 from lightning_lockstep.launchers.mpirun import MPIRunLauncher
 from lightning_lockstep.launchers.mpirun_command import MPIRunSettings, find_mpirun
 from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
+from lightning_lockstep.launchers.outliving import OutlivingLauncher
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher, connected_group
+from lightning_lockstep.strategies.outliving.can_outlive import check_fit, check_start
+from lightning_lockstep.strategies.outliving.recovery import Recovery
 from lightning_lockstep.xla.runtime import check_untouched
 
 
@@ -83,6 +93,36 @@ class RankStartup:
 
     def after_connect(self, supervisor: RankSupervisor) -> None:
         """Do what has to follow once the ranks are connected and failures propagate."""
+
+
+class OutlivingStartup(RankStartup):
+    """How the ranks are started and connected if the others outlive one that is lost."""
+
+    outlives = True
+    # They connect when all have said that they are ready, and a rank that is lost just then is waited for.
+    connect_within = timedelta(seconds=5)
+    _recovery: Recovery | None = None
+    check_call = staticmethod(check_fit)  # called in the first process, before it starts any rank
+
+    def environment(self, *, mpi: bool) -> ClusterEnvironment:
+        """See :meth:`RankStartup.environment`; the one task that srun has started on each node is no rank."""
+        found = super().environment(mpi=mpi)
+        if isinstance(found, SlurmStepEnvironment) and set(found.here.per_node) == {1}:
+            return SlurmNodeEnvironment(found.here)
+        return found
+
+    def launcher(self, strategy: Any) -> Any:
+        """See :meth:`RankStartup.launcher`."""
+        if strategy.num_processes * strategy.num_nodes == 1:
+            return super().launcher(strategy)
+        check_start(strategy)
+        return OutlivingLauncher(strategy)
+
+    def recovery(self, strategy: Any, membership: Membership, trainer: Any) -> Recovery:
+        """Return what lets a call of a Trainer go on without ranks that are lost. Ranks: all; nothing is sent."""
+        self._recovery = self._recovery or Recovery(strategy, membership)
+        self._recovery.begin_call(trainer)
+        return self._recovery
 
 
 class MPIStartup(RankStartup):

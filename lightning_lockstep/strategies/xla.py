@@ -213,7 +213,7 @@ class LockstepXLAStrategy(RankLifecycle):
         self.end_lazy_run()
         self._metrics.close()
         if self.failed:  # what is pending on the device may wait for a rank that has exited
-            self.forget_loaders()
+            self.teardown_in_place()
             return
         module = self.lightning_module
         tied = [] if module is None else find_shared_parameters(module)

@@ -145,7 +145,13 @@ def main(case: str, folder: Path) -> None:
         train(folder)
     else:
         rank = int(os.environ.get("LOCAL_RANK", 0))
-        trainer(folder, callbacks=[Fails()]).fit(Module(), data(rank, 2))
+        failing = trainer(folder, callbacks=[Fails()])
+        try:
+            failing.fit(Module(), data(rank, 2))
+        finally:
+            strategy: Any = failing.strategy
+            state = getattr(strategy.supervisor.propagation, "state", "not met")
+            (folder / f"rank{rank}.txt").write_text(state)
 
 
 if __name__ == "__main__":

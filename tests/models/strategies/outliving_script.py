@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_lockstep as lockstep
 from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep.distributed.failure.members import Membership, current_membership
-from lightning_lockstep.strategies.outliving import OutlivingStartup, Recovery
-from lightning_lockstep.strategies.startup import RankStartup
+from lightning_lockstep.strategies.outliving.recovery import Recovery
+from lightning_lockstep.strategies.startup import OutlivingStartup, RankStartup
 
 FOLDER = Path(sys.argv[1])
 # The number of this process among those that were started, which stays if others are lost.

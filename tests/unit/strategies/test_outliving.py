@@ -23,8 +23,8 @@ from lightning_lockstep import (
     LockstepFSDPStrategy,
     LockstepMPIStrategy,
 )
-from lightning_lockstep.strategies.can_outlive import check_fit, check_loader, check_optimizers
-from lightning_lockstep.strategies.outliving import _continue_csv, _row
+from lightning_lockstep.strategies.outliving.can_outlive import check_fit, check_loader, check_optimizers
+from lightning_lockstep.strategies.outliving.log import continue_csv, row_of
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
 SRUN = {
@@ -134,8 +134,8 @@ def test_a_new_rank_0_goes_on_in_the_csv_file_that_the_lost_one_left_within_a_li
     path = tmp_path / "lightning_logs" / "version_0" / "metrics.csv"
     path.write_text(path.read_text() + "0,1.")
     given = {"loss": 1.0, "epoch": 0}
-    there = _continue_csv(second, {_row(step, given): given for step in (2, 3)})
-    assert there == {_row(step, given) for step in range(3)}
+    there = continue_csv(second, {row_of(step, given): given for step in (2, 3)})
+    assert there == {row_of(step, given) for step in range(3)}
     second.log_metrics({"other": 7.0}, 4)
     second.save()
     with path.open(newline="") as file:
