@@ -18,6 +18,7 @@ after a fit that was cut short goes on with the next batch of the epoch
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,16 @@ class ResumePoint:
     batch_open: bool = False  # Lightning had not counted the last batch as completed
     rest_open: bool = False  # a validation, or what follows one, may be left of the last batch
     epoch_open: bool = False  # the epoch before has ended, but for its ``ReduceLROnPlateau``
+
+    @property
+    def within_epoch(self) -> bool:
+        """Whether the loaders go on within the epoch."""
+        return self.begun and not self.no_batches_left
+
+    @property
+    def seen(self) -> int:
+        """How many batches the loaders leave out."""
+        return self.batches if self.within_epoch else 0
 
 
 def settle_counters(loops: dict[str, Any], accumulated: int) -> ResumePoint:
@@ -78,10 +89,14 @@ def _set(counters: dict[str, int], value: int) -> None:
     counters.update(dict.fromkeys(("ready", "started", "processed", "completed"), value))
 
 
-def go_on(trainer: Any, point: ResumePoint) -> None:
+def begin_again(trainer: Any, point: ResumePoint, seen: int) -> None:
     """Do what is left of a batch or an epoch before the fit loop goes on."""
+    # `seen`: batches that the loaders leave out; perhaps fewer or more than on another number of ranks.
     # Lightning knows two places in an epoch from which a fit goes on, and a checkpoint can be made in any.
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    done = trainer.num_training_batches if point.no_batches_left else seen
+    if point.begun and done != math.inf:
+        _set(vars(loop.batch_progress.current), done)
     if not point.batches:
         if point.epoch_open:
             _step_plateaus(trainer, point.epoch)
