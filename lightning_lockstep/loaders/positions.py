@@ -75,7 +75,7 @@ def record_of(loader: Any, numbers: range) -> Record:
     }
     if position is not None:
         record |= position.record(numbers)
-    elif own := loader.state_dict():
+    elif own := getattr(loader, "state_dict", dict)():
         record["own"] = own
     return record
 
@@ -89,17 +89,18 @@ def of_all_ranks(record: Record) -> Record:
 def go_on(loader: Any, record: Record, point: ResumePoint, accumulated: int | None) -> tuple[int, bool]:
     """Let a loader go on; return after how many batches, and whether this is certainly the next sample."""
     # `accumulated`: micro-batches of an optimizer step; None if there are other loaders, whose batches count, too.
-    position = position_of(loader)
+    position, knows_samples = position_of(loader), bool(record.get("units"))
     if isinstance(position, GlobalBatches):
-        return position.go_on(record, point, accumulated)
+        return position.go_on(record if knows_samples else {}, point, accumulated)
     if position is not None:
         # Workers ask for their first batches as soon as the iterator is made, before Lightning does this.
         _set_sampler_epoch(loader, point.epoch)
-        position.resumes_at = point.seen, record.get("drawn_from") if point.within_epoch else None
+        is_drawn = point.within_epoch and not knows_samples
+        position.resumes_at = point.seen, record.get("drawn_from") if is_drawn else None
     elif "own" in record:
         loader.load_state_dict(record["own"])
     is_same = "samples" in record and record["samples"] == batch_size_of(loader)
-    return point.seen, is_same and not record["units"]
+    return point.seen, is_same and not knows_samples
 
 
 class SkipsSeen(LoaderAround):
