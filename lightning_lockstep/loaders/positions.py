@@ -75,7 +75,7 @@ def record_of(loader: Any, numbers: range) -> Record:
     }
     if position is not None:
         record |= position.record(numbers)
-    elif own := getattr(loader, "state_dict", dict)():
+    elif all(hasattr(loader, name) for name in STATEFUL) and (own := loader.state_dict()):
         record["own"] = own
     return record
 
