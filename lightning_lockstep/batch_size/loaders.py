@@ -169,7 +169,7 @@ class BatchLoaders:
         return apply_to_collection(self._given, DataLoader, lambda loader: next(batches))
 
     def generators(self) -> list[torch.Generator]:
-        return generators_of(*self.loaders, *(loader.sampler for loader in self.loaders))
+        return generators_of(*self.loaders)
 
 
 def loop_of(trainer: Trainer) -> str:

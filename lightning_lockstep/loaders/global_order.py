@@ -36,6 +36,7 @@ from torch.utils.data import (
 
 from lightning_lockstep._lightning import _IndexBatchSamplerWrapper, sized_len
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.loaders.resume_point import ResumePoint
 from lightning_lockstep.steps.patching import loader_with
 from lightning_lockstep.steps.sample_numbers import BatchPlace
 from lightning_lockstep.steps.snapshot import kept_generators, mixed, seed_generators
@@ -331,6 +332,28 @@ class GlobalBatches(Sampler[Any]):
     def order_checksum(self) -> int:
         return checksum(self._order)
 
+    def record(self, numbers: range) -> dict[str, Any]:
+        """Return what a checkpoint holds: where these batches begin, and from which states orders are drawn."""
+        now = [generator.get_state() for generator in generators_of(self.source)]
+        return {
+            "units": {number: self.position(since_begin(number, len(self))) for number in numbers},
+            "order": self.order_checksum(),
+            "drawn_from": self.drawn_from,
+            "draws_from": {self.drawn_for: self.drawn_from, self.drawn_for + 1: now},
+        }
+
+    def go_on(self, record: dict[str, Any], point: ResumePoint, accumulated: int | None) -> tuple[int, bool]:
+        """See :func:`lightning_lockstep.loaders.positions.go_on`."""
+        # Checkpoints of earlier releases do not have the states from which the next epoch is drawn.
+        states = record.get("draws_from", {point.epoch: record.get("drawn_from") if point.begun else None})
+        unit = record.get("units", {}).get(point.seen)
+        begins_at = self.position(since_begin(point.seen, len(self))) if unit is None else unit
+        batches = self.go_on_at(begins_at, point.epoch, states.get(point.epoch), accumulated or 1)
+        is_same = unit is not None and self.order_checksum() == record["order"]
+        if accumulated is None:
+            return point.seen, is_same and batches == since_begin(point.seen, len(self))
+        return batches, is_same
+
     def go_on_at(self, unit: int, epoch: int, drawn_from: list[Any] | None, accumulated: int) -> int:
         """Resume an epoch of which ``unit`` units were seen, and return the number of its next batch."""
         # It begins an optimizer step.
@@ -373,13 +396,22 @@ def _subset_checksum(dataset: Any) -> str | None:
     return " of ".join(f"{one:08x}" for one in sums) or None
 
 
+def since_begin(batches: int, length: int | None) -> int:
+    """Return how many batches a loader has given since it began; next to a longer one it begins several times."""
+    return (batches - 1) % length + 1 if batches and length else batches
+
+
 def generators_of(*holders: Any) -> list[torch.Generator]:
     """Return the generators of loaders and samplers, and of what they ask."""
-    found, seen = list[torch.Generator](), list(holders)
+    found, seen, asked = (
+        list[torch.Generator](),
+        list(holders),
+        ("source", "_loader", "sampler", "batch_sampler"),
+    )
     for holder in seen:  # the list grows during the loop
         for name, value in getattr(holder, "__dict__", {}).items():
             into: list[Any] | None = found if isinstance(value, torch.Generator) else None
-            into = seen if isinstance(value, Sampler) or name in ("source", "_loader") else into
+            into = seen if isinstance(value, (Sampler, IterableDataset)) or name in asked else into
             if into is not None and not any(value is one for one in into):
                 into.append(value)
     return found

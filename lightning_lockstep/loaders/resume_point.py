@@ -24,6 +24,7 @@ If a rank of a fit is lost, what was broken off is done again (`strategies/outli
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,6 +41,16 @@ class ResumePoint:
     rest_open: bool = False  # a validation, or what follows one, may be left of the last batch
     epoch_open: bool = False  # the epoch before has ended, but for its ``ReduceLROnPlateau``
     end_again: bool = False  # the end of the epoch was broken off
+
+    @property
+    def within_epoch(self) -> bool:
+        """Whether the loaders go on within the epoch."""
+        return self.begun and not self.no_batches_left
+
+    @property
+    def seen(self) -> int:
+        """How many batches the loaders leave out."""
+        return self.batches if self.within_epoch else 0
 
 
 def settle_counters(
@@ -92,10 +103,14 @@ def _set(counters: dict[str, int], value: int) -> None:
     counters.update(dict.fromkeys(("ready", "started", "processed", "completed"), value))
 
 
-def go_on(trainer: Any, point: ResumePoint) -> None:
+def begin_again(trainer: Any, point: ResumePoint, seen: int) -> None:
     """Do what is left of a batch or an epoch before the fit loop goes on."""
+    # `seen`: batches that the loaders leave out; perhaps fewer or more than on another number of ranks.
     # Lightning knows two places in an epoch from which a fit goes on, and a checkpoint can be made in any.
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    done = trainer.num_training_batches if point.no_batches_left else seen
+    if point.begun and done != math.inf:
+        _set(vars(loop.batch_progress.current), done)
     if not point.batches:
         if point.epoch_open:
             _step_plateaus(trainer, point.epoch)

@@ -97,6 +97,11 @@ def gpu_state() -> Any:
     return torch.cuda.get_rng_state()
 
 
+def set_gpu_state(state: Any) -> None:
+    if state is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.set_rng_state(state)
+
+
 # -- The state of every random number generator that a training step may draw from --
 
 
@@ -135,8 +140,7 @@ class RandomState:
 
     def restore(self) -> None:
         set_random_states(self.states, self.others)
-        if self.gpu is not None:
-            torch.cuda.set_rng_state(self.gpu)
+        set_gpu_state(self.gpu)
 
 
 # -- Attributes of objects that a training step may change, restored in the objects that held them --

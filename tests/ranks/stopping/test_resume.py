@@ -12,6 +12,7 @@ from tests.harness import run_ranks
 from tests.models.stopping.resumes import (
     FROM_ONE,
     TO_FEWER,
+    around_epochs,
     check_numbers,
     ended_by_a_callback,
     resume_all,
@@ -35,6 +36,12 @@ LOADERS = [
 def test_every_loader_goes_on_with_the_next_batch(tmp_path: Path) -> None:
     for found in run_ranks(2, table, str(tmp_path), LOADERS, backend=None, timeout=120):
         assert found == dict.fromkeys(LOADERS, "exact")
+
+
+def test_the_next_epoch_is_drawn_from_the_same_generator(tmp_path: Path) -> None:
+    name = "shuffled by a generator"
+    for wrong in run_ranks(2, around_epochs, str(tmp_path), name, backend=None, timeout=120):
+        assert wrong == {}
 
 
 def test_a_fit_that_a_callback_has_ended_goes_on(tmp_path: Path) -> None:
