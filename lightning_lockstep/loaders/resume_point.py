@@ -87,9 +87,8 @@ def settle_counters(
     _set(batches["current"], done)
     batches["is_last_batch"] = point.no_batches_left
     seen = validation["current"]
-    is_over = (
-        broken_off != "validation" and validation["is_last_batch"] and seen["completed"] == seen["ready"] > 0
-    )
+    is_over = validation["is_last_batch"] and seen["completed"] == seen["ready"] > 0
+    is_over = is_over and broken_off != "validation"
     _set(validation["total"], 0)
     _set(validation["current"], 0)
     validation["is_last_batch"] = False
@@ -120,9 +119,8 @@ def begin_again(trainer: Any, point: ResumePoint, seen: int) -> None:
     if point.no_batches_left:
         fetcher.done, fetcher.batches = True, []
     validates = loop._should_check_val_fx(fetcher)
-    if (
-        point.end_again and validates
-    ):  # the loop comes to this validation, leaves it out and counts the step once more
+    if point.end_again and validates:
+        # The loop comes to this validation, leaves it out, and counts the step once more.
         loop._batches_that_stepped -= 1
     if point.batch_open and not validates:
         loop.on_advance_end(fetcher)

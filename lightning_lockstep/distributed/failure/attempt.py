@@ -87,7 +87,6 @@ class Attempt:
         self.decided_alone = False  # because rank 0 does not answer
         self.is_outlived = False  # a rank is lost: that ends all attempts over this group, and no other rank
         self._failures: dict[int, FailureRecord] = {}  # the first failure of each attempt that has one
-        self._entered = 0.0  # of a monotonic clock [s]
         self._topics: Counter[str] = Counter()
         self._meeting: Gather | None = None
         self._program_ends = False  # rank 0's program begins no further attempt
@@ -114,7 +113,7 @@ class Attempt:
         self._listen()
         with self.channel.news:
             self.number, self.state, self.record = self.number + 1, "running", None
-            self.decided_alone, self._entered = False, time.monotonic()
+            self.decided_alone = False
             self._topics.clear()
             self._apply()
 
@@ -164,10 +163,6 @@ class Attempt:
 
     def report_diagnosis(self, error: CollectiveError) -> bool:
         """On rank 0: let all ranks raise an error of the guard; return false if there is another failure."""
-        # While rank 0 waits in `meet`, others may still be ending the attempt before. The guard asks again.
-        may_be_late = time.monotonic() - self._entered < self.grace_period
-        if self.number - 1 in self._failures and may_be_late:
-            return False
         return self._decide(self.number, replace(self.describe(error), kind="collective"))
 
     def outlive(self, record: FailureRecord) -> None:
@@ -280,7 +275,7 @@ class Attempt:
         self._note_if_awaited()
 
     def note_left(self, rank: int) -> None:
-        """Note that a rank's program has come to its end while this rank, or another one, waits for it."""
+        """Note that a rank's program has ended while this rank, or another one, waits for it."""
         self._decide(_EVERY_ATTEMPT, self._end_of(rank, "exit", _LEFT))
 
     def _note_if_awaited(self) -> None:

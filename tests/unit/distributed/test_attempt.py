@@ -69,15 +69,6 @@ def test_a_diagnosis_applies_to_a_rank_that_is_one_attempt_ahead_of_rank_0() -> 
     assert one.state == "failed"
 
 
-def test_a_rank_0_that_is_one_attempt_ahead_gives_the_others_time_to_end_the_failed_one() -> None:
-    zero, error = attempt(0), CollectiveMismatchError("rank 0: the begin of a run; rank 1: all_reduce")
-    zero.fail(ValueError("boom"))
-    zero.enter()
-    assert not zero.report_diagnosis(error) and not zero.failed
-    zero.grace_period = 0.0
-    assert zero.report_diagnosis(error) and zero.state == "failed"
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_the_others_outlive_ends_every_attempt(rank: int) -> None:
     made = attempt(rank)
