@@ -128,5 +128,5 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links of the pages in docs/ to files outside of it."""
+    """Links of the pages in docs/ to files outside it."""
     return markdown if page.file.generated_by else relink(markdown, f"docs/{page.file.src_uri}")

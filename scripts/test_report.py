@@ -5,9 +5,9 @@
 
 Beside `run.xml` may stand `run.xml.code` (pytest's exit code) and `run.xml.alone` (the report of the second run). A
 test has failed if it failed both times; one that passed only the second time is named and counted, and so is a test of
-a default folder that took longer than its budget. Each default folder has a budget, too. How long tests take depends on
+a default folder that took longer than its budget. Each default folder also has a budget. How long tests take depends on
 the machine: only more than twice the budget of a folder is a failure, and only in continuous integration. There a test
-fails, too, that was skipped for another reason than a missing GPU, TPU or kind of CPU.
+also fails that was skipped for another reason than a missing GPU, TPU or kind of CPU.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ SAME = [
     "validate=false",
     "test=false",
 ]
-#: What they train. With augmentation, batch norm and dropout, one process needs a strategy of this package, too.
+#: What they train. With augmentation, batch norm and dropout, one process also needs a strategy of this package.
 MODELS = {
     "byte_gpt": ["data=own", "data._target_=odd_samples.OddSamples", "+data.context=64", "model=byte_gpt"],
     "cnn": [

@@ -63,7 +63,7 @@ class Residual(pl.LightningModule):
 
 
 def known(strategy: str, ranks: int) -> float:
-    """Train and test on so many ranks, and return the test accuracy."""
+    """Train and test on this many ranks, and return the test accuracy."""
     made: Any = "ddp_fork"
     if strategy == "lockstep_ddp":
         made = LockstepDDPStrategy(start_method="fork", random_numbers="of_sample", batch_norm="of_batch")

@@ -151,7 +151,7 @@ def hydra_main(
                 return application.run()
             except Stop as stop:
                 error = stop.error
-            # Outside of the handler, in which nothing of Hydra is shown.
+            # Outside the handler, in which nothing of Hydra is shown.
             _end_if_about_settings(error)
             raise error
 
@@ -262,7 +262,7 @@ class _Application:
                 self.sweep.note(config, None, error)
             if not isinstance(error, Exception):
                 raise
-            # A sweep goes on after a job that failed, unless its ranks exist already and have come to their end.
+            # A sweep goes on after a job that failed, unless its ranks exist already and have reached their end.
             stays = exit_plan.forced_exit is not None and channel.ranks is not None
             if last or stays or isinstance(error, ConfigurationError):
                 raise Stop(error) from None

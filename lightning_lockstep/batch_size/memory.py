@@ -39,7 +39,7 @@ def _c_function(name: str) -> Callable[..., int] | None:
 
 
 def return_freed_memory(least: int = 2**20) -> None:
-    """From now on, return every block of so many bytes or more to the system when it is freed."""
+    """From now on, return every block of this many bytes or more to the system when it is freed."""
     # The process then uses only the memory of living objects, so that a step needs the same whatever ran before it.
     # The system has to supply the pages again in the next step, which takes time. This does nothing if the C library
     # is not glibc, or if the environment has set its thresholds.

@@ -99,7 +99,7 @@ class LogRecord:
     """Replaces ``LightningModule.log`` while a step, or a part of one, runs."""
 
     def __init__(self, log: Callable[..., None] = do_nothing, weight: float = 1.0, samples: int = 1) -> None:
-        # `log` is called at once, too; `weight` and `samples` are those of the part.
+        # `log` is also called at once; `weight` and `samples` are those of the part.
         self._log, self.weight, self.samples = log, weight, samples
         # The key is the name, and how often that name was logged before; the order is that of the calls.
         self.calls: dict[tuple[str, int], _Call] = {}
@@ -237,7 +237,7 @@ class _Step(Closure):
             failure = Failure.of(error).summary[:200]
         finally:
             undo()
-        # This is outside of the except clause, so that the memory of the failed step is free again.
+        # This is outside the except clause, so that the memory of the failed step is free again.
         return self._again(failure, logged)
 
     def _again(self, failure: str, logged: LogRecord) -> Any:

@@ -145,7 +145,7 @@ class StaticShapes(EndsWithRun):
         ignored: Values that loss and metrics ignore, by key, such as ``{"labels": -100}``: sequences are padded
             with them, and added samples have them. Other tensors of an added sample are copies of the last one.
         dim: Dimension along which sequences are padded.
-        batch_size: Fill up each smaller batch of training, validation and test to so many samples; ``train``: to the
+        batch_size: Fill up each smaller batch of training, validation and test to this many samples; ``train``: to the
             batch size of training. ``None`` adds no samples.
 
     Attributes:

@@ -168,7 +168,7 @@ class StragglerMonitor(EndsWithRun):
     on_validation_start = on_train_epoch_start
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Record the begin of a backward pass."""
+        """Record the beginning of a backward pass."""
         if self._timer is not None:
             self._timer.backward_begins(loss)
 

@@ -268,7 +268,7 @@ def parsed(config: Mapping[str, Any], world_size: int, faults: Faults) -> Any:
             nearest = f" Did you mean 'zero_optimization.{key}'?"
         faults.add(f"{key}: DeepSpeed has no such key at the top level.{nearest}")
     for name, inner in sections.items():
-        for key in inner if inner.keys_asked else ():  # else DeepSpeed has not come to this section
+        for key in inner if inner.keys_asked else ():  # else DeepSpeed has not reached this section
             if key not in inner.keys_asked:
                 faults.add(f"{name}.{key}: {_UNKNOWN}{did_you_mean(key, inner.keys_asked)}")
     return read

@@ -248,7 +248,7 @@ class Bf16(FlatGroups):
         optimizer = self.optimizer
 
         def step(*args: Any, **kwargs: Any) -> None:
-            del optimizer.step  # that of the class is there again
+            del optimizer.step  # that of the class is restored
             if hasattr(optimizer, "overflow"):  # releases before 0.19.8 would never take it back
                 optimizer.overflow = True
             optimizer.clear_hp_grads()

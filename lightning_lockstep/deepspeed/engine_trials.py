@@ -104,13 +104,13 @@ class EngineState:
     """State of an engine, of its optimizer and of the parameters that they hold."""
 
     # The structure is cheap to put back, and done after every step that may have failed; the values are
-    # stored outside of the memory that is measured, and are put back once.
+    # stored outside the memory that is measured, and are put back once.
 
     def __init__(self, engine: Any, module: nn.Module, others: Iterable[list[Any]] = ()) -> None:
         self._put_back: list[Callable[[], None]] = []
         self._memory: dict[int, Tensor] = {}
         self._seen: dict[int, Any] = {}  # holds on to them, so that no id is taken twice
-        # `others` are lists that steps change, too, and to which the engine does not lead.
+        # `others` are lists that steps also change, and to which the engine does not lead.
         waiting = [engine, *others, *module.parameters(), *module.buffers()]
         while waiting:
             waiting += self._keep(waiting.pop())

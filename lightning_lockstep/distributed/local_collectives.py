@@ -233,7 +233,7 @@ def _pairs(tensors: Sequence[Any]) -> Iterable[tuple[Any, Any]]:
 
 
 def _parts(given: Any, size: int, rows: Sequence[int] | None = None) -> Sequence[Tensor]:
-    """Return the part of each rank: of a list its entries, of a tensor so many rows, by default equally many values."""
+    """Return the part of each rank: of a list its entries, of a tensor its rows, by default equally many values."""
     if not isinstance(given, Tensor):
         return list(given)
     return torch.split(given.data, list(rows)) if rows else given.data.view(-1).tensor_split(size)

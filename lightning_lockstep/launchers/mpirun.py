@@ -59,7 +59,7 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
         self.settings, self.mpirun = settings, mpirun
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Run the whole program on all ranks. Outside of Hydra this process then ends as they ended."""
+        """Run the whole program on all ranks. Outside Hydra this process then ends as they ended."""
         # In a Hydra job it returns, so that a sweep goes on; further calls of a Trainer in that job do
         # nothing, because the ranks have made them already.
         if ran_elsewhere():

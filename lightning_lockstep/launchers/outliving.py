@@ -8,7 +8,7 @@
     on the first host: hosts the store         a member is lost: its waits end, it drops the group, and begins
       a rank ends by a signal, or a host does    again with the members that are left; if it is a spare, it
       not answer: publishes who is left, has     takes the place of one
-      a process started in its place, and      a process that was started later has come to the Trainer: the
+      a process started in its place, and      a process that was started later has reached the Trainer: the
       publishes again when that is ready         same, with one member more
     ends as they end
 
@@ -153,7 +153,7 @@ class _Run:
         self._replaceable = set(self._host_of) if layout.spares else set[int]()
         self._left = set(self._host_of)
         self._spares = [number for number in self._host_of if number not in ranks]
-        self._newcomers: list[int] = []  # that have not come to the Trainer yet
+        self._newcomers: list[int] = []  # that have not reached the Trainer yet
         # A rank is named by its number at the start, another process by that of the rank whose place it takes.
         self._names = {rank: rank for rank in ranks}
         self._world_size, self._lost = len(ranks), list[FailureRecord]()
@@ -290,13 +290,13 @@ class OutlivingLauncher(ScriptLauncher):
         return None
 
     def _run_as_member(self, membership: Membership, recovery: Any, function: Any, call: Any) -> Any:
-        """Call ``function`` until all members that are left have come to its end. Ranks: all members."""
+        """Call ``function`` until all members that are left have reached its end. Ranks: all members."""
         supervisor = self._supervisor
         membership.propagation = lambda: supervisor.propagation
 
         def call_to_its_end() -> Any:
             answer = function(*call.args, **call.kwargs)
-            membership.finish_call()  # in the attempt: a rank that has come to it hears of a failure of another one
+            membership.finish_call()  # in the attempt: a rank that has reached it hears of a failure of another one
             return answer
 
         while True:

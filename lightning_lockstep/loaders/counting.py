@@ -230,7 +230,7 @@ class Counting:
         end()
 
     def _combine_all(self, loop: Any, *, ended: bool) -> None:
-        """Combine what was logged for a loader, or outside of loaders at the end. Ranks: all, together."""
+        """Combine what was logged for a loader, or outside loaders at the end. Ranks: all, together."""
         # Every rank gathers once for each loader and once at the end, even if a loader has given it no batch.
         results, combined = loop._results, getattr(loop, "_combined_loader", None)
         number = len(combined.flattened) if combined is not None and combined._mode == "sequential" else 1

@@ -73,14 +73,14 @@ def parts_of(loader: Any) -> Any:
 
 
 def micro_batches(size: int, count: int) -> tuple[int, ...]:
-    """Divide a global batch into so many micro-batches, whose sizes differ by one sample at most."""
+    """Divide a global batch into this many micro-batches, whose sizes differ by one sample at most."""
     return tuple(size // count + (number < size % count) for number in range(count))
 
 
 # -- What a sampler gives in an epoch --
 
 Order = list[Any] | NDArray[Any]  # an array if it holds numbers alone: 8 bytes for each
-_TOO_MANY = 100  # a sampler without a length that gives so many times the data set is taken for endless
+_TOO_MANY = 100  # a sampler without a length that gives this many times the data set is taken for endless
 
 
 def seed_of_run() -> int:
@@ -207,7 +207,7 @@ class GlobalBatches(Sampler[Any]):
         self.kind, self.source, self.epoch = kind, loader.sampler if batches is None else batches, share.epoch
         # Of the micro-batches of an optimizer step [units of all ranks].
         sizes: tuple[int, ...] = share.micro_batches or (ranks,)
-        self._multiple = 1  # so many samples are used, or a multiple; those left at the end are dropped
+        self._multiple = 1  # a multiple of this many samples is used; those left at the end are dropped
         if kind == "samples":
             self.source, sizes = batches.sampler, share.micro_batches or (batches.batch_size * ranks,)
             if batches.drop_last:

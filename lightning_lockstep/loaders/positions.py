@@ -88,7 +88,7 @@ def of_all_ranks(record: Record) -> Record:
 
 def go_on(loader: Any, record: Record, point: ResumePoint, accumulated: int | None) -> tuple[int, bool]:
     """Let a loader go on; return after how many batches, and whether this is certainly the next sample."""
-    # `accumulated`: micro-batches of an optimizer step; None if there are other loaders, whose batches count, too.
+    # `accumulated`: micro-batches of an optimizer step. None: there are other loaders, whose counts must stay equal.
     position, knows_samples = position_of(loader), bool(record.get("units"))
     if isinstance(position, GlobalBatches):
         return position.go_on(record if knows_samples else {}, point, accumulated)

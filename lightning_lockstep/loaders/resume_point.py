@@ -35,7 +35,7 @@ class ResumePoint:
 
     epoch: int  # the number of the epoch that goes on, or begins
     begun: bool = False  # otherwise it begins
-    batches: int = 0  # so many batches of it are done
+    batches: int = 0  # how many batches of it are done
     no_batches_left: bool = False  # what is left is the end of the epoch
     batch_open: bool = False  # Lightning had not counted the last batch as completed
     rest_open: bool = False  # a validation, or what follows one, may be left of the last batch
@@ -120,7 +120,7 @@ def begin_again(trainer: Any, point: ResumePoint, seen: int) -> None:
         fetcher.done, fetcher.batches = True, []
     validates = loop._should_check_val_fx(fetcher)
     if point.end_again and validates:
-        # The loop comes to this validation, leaves it out, and counts the step once more.
+        # The loop reaches this validation, leaves it out, and counts the step once more.
         loop._batches_that_stepped -= 1
     if point.batch_open and not validates:
         loop.on_advance_end(fetcher)

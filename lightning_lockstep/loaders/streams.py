@@ -77,7 +77,7 @@ class SharedStream(LoaderAround):
         return int(count - self._surplus(count))
 
     def _surplus(self, count: int) -> int:
-        """Return how many of so many batches fill no optimizer step and are dropped, if the loader drops any."""
+        """Return how many of `count` batches do not fill an optimizer step; none if the loader drops none."""
         return count % max(self._ahead(), 1) if self.drop_last else 0
 
     def __iter__(self) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 training_step begins      a StepRecord has all that a replay needs
 before the backward       it gets the loss; a bad one makes the gradients of all ranks bad
-before an optimizer step  every so many steps: are losses, activations or gradients bad since the last look?
+before an optimizer step  every n-th time: are losses, activations or gradients bad since the last look?
 the batch ends            a micro-batch that no step followed is looked at by itself, or kept for the next look
 the fit ends              what was not looked at yet
 """
@@ -129,7 +129,7 @@ class Detection:
     # -- what is looked at -------------------------------------------------------------------------------
 
     def before_optimizer_step(self, optimizer: Optimizer) -> tuple[bool, StepRecord | None]:
-        """Check every so many steps; return whether it has, and the step in which a value was bad."""
+        """Check in every n-th step; return whether it has, and the step in which a value was bad."""
         record = self.record
         if record is None or self._tracing is not None:
             return False, None

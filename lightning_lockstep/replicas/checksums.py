@@ -19,7 +19,7 @@ from lightning_lockstep.numerics.statistics import output_values
 
 # -- Of the bits of a tensor, and their positions --
 
-# So many words of 64 bits are taken at once: with the weights and a copy of them they stay in the cache of a core, and
+# This many words of 64 bits are read at once: with the weights and a copy of them they stay in the cache of a core, and
 # a check needs no other memory. A GPU takes more, because it would mostly wait for the next call.
 _WORDS, _WORDS_OF_GPU = 2**15, 2**20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -140,7 +140,7 @@ def _weights(device: torch.device) -> Tensor:
 
 #: Batches in a row that are looked at: the first of a fit, the last before a check.
 PROBED = 4
-# Two ranks must have the same batches in so many rows one after the other; in the first row, once is enough.
+# Two ranks must have the same batches in this many rows one after the other; in the first row, once is enough.
 _ROWS = 2
 
 #: Checksums of batches in a row, a list for each loader.

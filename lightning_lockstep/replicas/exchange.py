@@ -44,10 +44,10 @@ from lightning_lockstep.replicas.report import Finding, judge, parts_of
 
 _log = logging.getLogger(__name__)
 
-# A rank keeps the numbers of so many checks until the ranks meet. If no gradients are reduced, ranks do not wait
+# A rank keeps the numbers of this many checks until the ranks meet. If no gradients are reduced, ranks do not wait
 # for each other, and rank 0 asks late.
 _KEPT = 8
-# So many groups of ranks that agree are asked, one rank of each.
+# This many groups of ranks that agree are asked, one rank of each.
 _ASKED = 16
 
 

@@ -160,7 +160,7 @@ class _Call:
         return bits >= -(1 << 31) if keep >= 1 else bits < int(keep * 2.0**32) - (1 << 31)
 
     def uniform(self, out: Tensor, dtype: torch.dtype, *, inside: bool = False) -> Tensor:
-        """Return numbers from 0 up to, and without, 1; ``inside`` leaves out 0, too."""
+        """Return numbers from 0 up to, and without, 1; ``inside`` also leaves out 0."""
         width, digits = 64 if dtype is torch.float64 else 32, _DIGITS[dtype] - inside
         bits = self.bits(out, torch.int64 if width == 64 else torch.int32) >> (width - digits)
         found = bits.bitwise_and_((1 << digits) - 1).to(dtype)
@@ -304,7 +304,7 @@ class _Step:
         elif self.calls.get(key, ("", 0))[0] != name:
             raise ConfigurationError(
                 f"{name} draws random numbers in backward that its forward has not drawn: expected, with"
-                " random_numbers='of_sample', checkpoint(preserve_rng_state=True) outside of torch.compile, and no"
+                " random_numbers='of_sample', checkpoint(preserve_rng_state=True) outside torch.compile, and no"
                 " draws in the backward of an autograd function."
             )
         return _Call(name, self.keys, key, self.calls[key][1])
@@ -389,7 +389,7 @@ class SampleNumbers(TorchFunctionMode):
         # Dynamo traces a mode. Dropout becomes an operator, and all else runs between two compiled parts.
         if torch.compiler.is_compiling() and func is F.dropout:
             return _dropout(_noise_operator, *args, **kwargs)
-        # Once it is imported, dynamo would compile what runs between them, too.
+        # Once it is imported, dynamo would also compile what runs between them.
         may_compile = torch.compiler.is_compiling() or "torch._dynamo" in sys.modules
         return (_uncompiled if may_compile else SampleNumbers._run)(self, func, args, kwargs)
 

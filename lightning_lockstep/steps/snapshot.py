@@ -220,7 +220,7 @@ def _refill(container: Any, items: Any, inner: dict[Any, Callable[[], Any]]) -> 
     return container
 
 
-# -- Values of tensors, stored outside of the memory that is measured or has run out --
+# -- Values of tensors, stored outside the memory that is measured or has run out --
 
 
 class StoredCopies:

@@ -152,7 +152,7 @@ def handed_on(maker: type) -> dict[str, Any]:
 
 
 def arguments_of(cls: type, *, of_torch: bool = True) -> dict[str, Any]:
-    """Name and default of every argument; those that a strategy passes on, to torch's DDP in the end, too."""
+    """Name and default of every argument, also of those that a strategy passes on, to torch's DDP in the end."""
     makers: list[Any] = [cls]
     if cls.__name__ in importlib.import_module("lightning_lockstep.strategies").__all__:
         makers = makers_of(cls)

@@ -15,7 +15,7 @@ def chosen_device() -> str:
 
 
 def on_device(ranks: int = 1) -> dict[str, Any]:
-    """Return the accelerator and the devices that a Trainer of so many ranks is given."""
+    """Return the accelerator and the devices that a Trainer of this many ranks is given."""
     if chosen_device() == "cpu":
         return {"accelerator": "cpu", "devices": ranks}
     import torch

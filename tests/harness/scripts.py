@@ -128,7 +128,7 @@ class Script:
             cwd = Path(self._folder.name) / "cwd"
             cwd.mkdir()
         # Unbuffered, a printed line is two writes, and the lines of ranks that share a file meet.
-        # Ranks that the script starts are forks, too.
+        # Ranks that the script starts are also forks.
         forks = None if fresh else str(forks_of_launched_ranks())
         merged = {**os.environ, "PYTHONUNBUFFERED": None, FOLDER: forks, **(env or {}), _MARK: self._mark}
         environment = {key: value for key, value in merged.items() if value is not None}

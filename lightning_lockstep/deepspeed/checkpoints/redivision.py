@@ -144,7 +144,7 @@ def check_options(folder: Path, saved: Sequence[Mapping[str, Any]], optimizer: A
 
 
 def _torch_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state of torch's optimizer inside of that of DeepSpeed's."""
+    """Return the state of torch's optimizer inside that of DeepSpeed's."""
     inner: Mapping[str, Any] = state.get("optimizer_state_dict", state.get("base_optimizer_state"))
     return inner
 

@@ -55,7 +55,7 @@ from lightning_lockstep.distributed.side_channel.channel import Message, SideCha
 from lightning_lockstep.distributed.side_channel.gather import Gather
 from lightning_lockstep.errors import CollectiveError
 
-_FAILURE, _MEETING = "failure", "the begin of a run"
+_FAILURE, _MEETING = "failure", "the beginning of a run"
 # The number of the attempt in a message about the end of a process.
 _EVERY_ATTEMPT = -1
 #: How long a message that has been sent may take to arrive [s].
@@ -132,7 +132,8 @@ class Attempt:
             return False
         self._meeting.timeout = timeout
         has_failed = any(number < self.number for number in self._failures)
-        return any(self._meeting.collect(self.number, has_failed or renews).complete("The begin of a run"))
+        met = self._meeting.collect(self.number, has_failed or renews)
+        return any(met.complete("The beginning of a run"))
 
     def leave(self) -> None:
         """Be over with this attempt: nothing ends this rank any more until it enters another one."""
@@ -279,7 +280,7 @@ class Attempt:
         self._decide(_EVERY_ATTEMPT, self._end_of(rank, "exit", _LEFT))
 
     def _note_if_awaited(self) -> None:
-        """On rank 0: see whether ranks wait in `meet` for one whose program has come to its end."""
+        """On rank 0: see whether ranks wait in `meet` for one whose program has reached its end."""
         if self._meeting is not None and self._meeting.is_awaited:
             for rank in range(self.channel.world_size):
                 if self.channel.has_closed(rank) or (rank == 0 and self._program_ends):

@@ -6,8 +6,8 @@ which a spare process may take a place. The first process, which is no rank, hos
 ======================= ===========================================================================================
 ``members/<n>``         generation n: its members, and whose end made it; or that this ends the run
 ``ready/<n>/<member>``  this member connects next; its host, process id and addresses
-``done/<n>/<call>/...`` this member has come to the end of a call of a Trainer
-``waits/<member>``      this process has come to a call of a Trainer
+``done/<n>/<call>/...`` this member has reached the end of a call of a Trainer
+``waits/<member>``      this process has reached a call of a Trainer
 ``first_call``          "over", or "joins" while others join, before the end of the script's first call of a Trainer
 ``asks/<n>``            why the run is to end; empty if the members could not connect, though all of them live
 ``lost/<n>``            what the members of generation n, which have gone on, say of the losses before it
@@ -98,7 +98,7 @@ class HostedMembers:
         return all(self._store.check([f"ready/{self.current.number}/{one}"]) for one in self.current.members)
 
     def has_come(self, number: int) -> bool:
-        """Return whether a process that is no member yet has come to a call of a Trainer."""
+        """Return whether a process that is no member yet has reached a call of a Trainer."""
         return self._store.check([f"waits/{number}"])
 
     def hold_first_call(self) -> bool:
@@ -106,7 +106,7 @@ class HostedMembers:
         return _claim_first_call(self._store, b"joins")
 
     def free_first_call(self) -> None:
-        """Let the members come to the end of the first call of a Trainer."""
+        """Let the members reach the end of the first call of a Trainer."""
         if self._store.check([_FIRST_CALL]) and self._store.get(_FIRST_CALL) == b"joins":
             self._store.delete_key(_FIRST_CALL)
 
@@ -243,7 +243,7 @@ class Membership:
         return self.outdated
 
     def finish_call(self) -> None:
-        """Wait until all members that are left have come to the end of a call, or raise. Ranks: all members."""
+        """Wait until all members that are left have reached the end of a call, or raise. Ranks: all members."""
         number, propagation, main = self.current.number, self.propagation(), self.current.members[0]
         done = f"done/{number}/{self._calls}"
         self._store.set(f"{done}/{self.me}", "1")
@@ -258,7 +258,7 @@ class Membership:
                 if newest.ends or (are_done and (self._calls or _claim_first_call(self._store, b"over"))):
                     self._calls += 1
                     return
-                # All go to the end of the call once more if others join, if rank 0 is lost before it has come to it,
+                # All go to the end of the call once more if others join, if rank 0 is lost before it has reached it,
                 # because it alone saves then, or if a member has broken off.
                 if are_done or not (main in left or self._store.check([f"{done}/{main}"])):
                     self.check()

@@ -214,7 +214,7 @@ class _Case:
         return Diagnosis(kind="slow", text=f"{begin}{text}", ranks=tuple(ranks))
 
     def _never_came(self, causes: Sequence[int]) -> Diagnosis:
-        """Return the report about ranks that did not come to a collective and do not move."""
+        """Return the report about ranks that did not reach a collective and do not move."""
         waited = f"{ranks_in_words(self.waits)} waited {self.request.seconds:.0f} s"
         has_left = all(rank in self.silent and self.silent[rank].has_left for rank in causes)
         all_silent = set(causes) <= set(self.silent)

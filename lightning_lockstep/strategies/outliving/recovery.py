@@ -6,7 +6,7 @@ done again:
 ================================== ==================================================================================
 a member was lost                  what the others do again
 ================================== ==================================================================================
-before the first step              all, from the begin of the call
+before the first step              all, from the beginning of the call
 in a step                          the optimizer step, with buffers and random states as they were before it
 after the step, such as in a save  what callbacks save then, and what is logged
 in a validation                    that validation, with its metrics and with what saves or stops as before

@@ -46,7 +46,7 @@ def surroundings() -> str:
     with open("/proc/self/cgroup") as file:
         group = file.read()
     with open("/proc/self/mountinfo") as file:
-        # Named namespaces are mounts, too.
+        # Named namespaces are also mounts.
         mounts = sorted(
             {place for place in (line.split()[4] for line in file) if not place.startswith("/run/netns")}
         )

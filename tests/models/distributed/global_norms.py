@@ -77,7 +77,7 @@ def samples(kind: str, count: int) -> Tensor:
 
 
 def trained(case: Case, counts: Sequence[int], parts: Sequence[range] | None = None) -> dict[str, Tensor]:
-    """Return the state after two optimizer steps on micro-batches of so many samples, or on this rank's parts."""
+    """Return the state after two optimizer steps on micro-batches of this many samples, or on this rank's parts."""
     model = made(case.kind).to(case.dtype)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     norms = SampleNumbers(1, numbers=False, norm=True)

@@ -103,7 +103,7 @@ def expected(case: Case) -> Expected | None:
 
 
 def _outside(case: Case) -> Expected | None:
-    """Return what must come of a fault outside of fits, in which nobody is ended for it but who waits for that rank."""
+    """Return what must come of a fault outside fits, in which nobody is ended for it but who waits for that rank."""
     phase, fault, first = case.phase, case.fault, case.target == "0"
     own, _, code, _ = _RULES[fault]
     if fault == "other" and phase == "after" and first:  # the other one ends, and its connections with it

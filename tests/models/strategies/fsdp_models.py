@@ -99,7 +99,7 @@ def rows(count: int = 32) -> TensorDataset:
 
 
 def loader(ranks: int, *, batch: int = 8, count: int = 32) -> DataLoader[Any]:
-    """This rank's share of each batch of so many rows."""
+    """This rank's share of each batch of this many rows."""
     rank = int(os.environ.get("RANK", 0)) if ranks > 1 else 0
     share = batch // ranks
     mine = [start + rank * share + i for start in range(0, count, batch) for i in range(share)]

@@ -43,7 +43,7 @@ def die(phase: str, step: int) -> None:
 
 
 def wait_for_newcomer(step: int) -> None:
-    """Wait until a process that was started after a loss has come to the Trainer."""
+    """Wait until a process that was started after a loss has reached the Trainer."""
     membership = current_membership()
     for member, phase, when in ORDERS if membership is not None else ():
         while phase == "joins" and int(when) == step and not membership._store.check([f"waits/{member}"]):

@@ -12,7 +12,7 @@ SCRIPT = MODELS / "strategies" / "several_trainers.py"
 LIMIT = 300.0  # only so that a hang ends the test
 PYTHON = [sys.executable]
 
-# In this order: right on so many ranks, or refused with these words.
+# In this order: right on this many ranks, or refused with these words.
 OTHER_RANKS = "an earlier Trainer, or the program that started it, has connected"
 TOO_LATE = "has run on fewer ranks, or on ranks that were started another way"
 

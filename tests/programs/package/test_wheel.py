@@ -34,6 +34,6 @@ def test_the_installed_wheel_is_tested_not_the_source_tree() -> None:
     assert here.parent.parent.name == "site-packages"
     assert str(ROOT) not in sys.path
     assert "" not in sys.path
-    assert files_of(here.parent) == files_of(ROOT / "lightning_lockstep"), "conf/*.yaml and py.typed, too"
+    assert files_of(here.parent) == files_of(ROOT / "lightning_lockstep"), "also conf/*.yaml and py.typed"
     # and in the ranks that tests start
     assert run_ranks(1, where_imported, backend=None) == [str(here)]

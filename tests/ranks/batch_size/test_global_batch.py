@@ -1,4 +1,4 @@
-"""A fit keeps its global batch and its optimizer steps, whatever fits; what is configured is there again afterwards."""
+"""A fit keeps its global batch and its optimizer steps, whatever fits; what is configured is restored afterwards."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def stopped_for_good(frozen: int, folder: Path) -> list[int]:
     with contextlib.suppress(ProcessLookupError):  # another rank was faster
         os.kill(pids[frozen], signal.SIGKILL)  # nothing else would end it
     channel.close(0.0)
-    return noticed[:1]  # the end of the stopped rank is noticed, too
+    return noticed[:1]  # the end of the stopped rank is also noticed
 
 
 def watchers_of(rank: int) -> set[int]:

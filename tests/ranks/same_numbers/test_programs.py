@@ -1,4 +1,4 @@
-"""Random training programs come to the numbers of a plain loop on one process; scripts/same_numbers runs more."""
+"""Random training programs reach the numbers of a plain loop on one process; scripts/same_numbers runs more."""
 
 from __future__ import annotations
 

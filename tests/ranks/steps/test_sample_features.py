@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"loader": [DataLoader(DATA, 4), DataLoader(DATA, 4)]},
         "random_numbers='of_sample' with 2 training loaders: expected one",
     ),
-    "sync_batchnorm, too": ({"sync_batchnorm": True}, "expected False, because batch_norm='of_batch' does the same"),
+    "also sync_batchnorm": ({"sync_batchnorm": True}, "expected False, because batch_norm='of_batch' does the same"),
     "sync_batchnorm on CPUs": (
         {"sync_batchnorm": True, "of_rank": True},
         "because torch's layer refuses CPUs. batch_norm='of_batch' of the strategy works on any device",

@@ -580,7 +580,7 @@ def test_random_numbers_follow_the_rank(found: dict[str, Any]) -> None:
 
 
 class Wide(Net):
-    """What its second block computes in is noted inside of it."""
+    """What its second block computes in is noted inside it."""
 
     def make_layers(self, blocks: int = 2) -> None:
         super().make_layers(blocks)

@@ -37,7 +37,7 @@ def this_rank() -> int:
 
 
 class Stream(IterableDataset[Any]):
-    """Gives so many batches of four on each rank, and says another number."""
+    """Gives this many batches of four on each rank, and says another number."""
 
     def __init__(self, given: tuple[int, ...], promised: int) -> None:
         self.given, self.promised = given[this_rank()], promised

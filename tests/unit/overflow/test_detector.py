@@ -110,7 +110,7 @@ def test_code_of_training_step_is_told_from_modules(tmp_path: Path, capsys: Any)
         "the LightningModule (Divides) made it in its own code, before it called its forward: input[0]"
         in message
     )
-    assert "    the LightningModule (Divides)\n" in capsys.readouterr().err, "it passed the value on, too"
+    assert "    the LightningModule (Divides)\n" in capsys.readouterr().err, "it also passed the value on"
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -12,7 +12,7 @@ from tests.harness import run_ranks
 
 
 def a_call_that_waits_beside_a_busy_group() -> list[list[Outstanding]]:
-    """What is outstanding on rank 0, look by look, until rank 1 comes to a collective of the default group."""
+    """What is outstanding on rank 0, look by look, until rank 1 reaches a collective of the default group."""
     recorder, looks = FlightRecorder(), []
     busy, store = dist.new_group([0, 1]), dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:

@@ -51,7 +51,7 @@ def two_guards() -> tuple[str, list[str]]:
 
 
 def written_by_gloo(count: int) -> float:
-    """How much more this process has written, by the counters of its system, once it has reduced so many bytes."""
+    """How much more this process has written, by the counters of its system, once it has reduced this many bytes."""
     if sys.platform != "linux":  # other systems do not count it
         return float(count)
     before = psutil.Process().io_counters().write_chars
