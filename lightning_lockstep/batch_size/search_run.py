@@ -152,7 +152,7 @@ class TrialRunner:
         apart: Any = nullcontext(1)
         if self._engine is not None:
             apart = self._engine.alone(accumulates=self._accumulates and self._kind == "fit")
-        with isolated(self._trainer, self._module, by_module=self._engine is None), apart as passes:
+        with isolated(self._trainer, self._module, plain_module=self._engine is None), apart as passes:
             yield passes
 
     def _steps_of(self, size: int, passes: int) -> None:

@@ -41,7 +41,7 @@ def isolated(
     module: LightningModule,  # not wrapped
     *,
     answer_collectives: bool = True,  # False: every rank runs the body, and its collectives are real
-    by_module: bool = True,  # False: the strategy's wrapper or engine makes the steps
+    plain_module: bool = True,  # False: the strategy's wrapper or engine makes the steps
 ) -> Iterator[LocalAnswers]:
     """Keep steps of the body from callbacks, loggers, the profiler and other ranks."""
     # The strategy runs the module itself and not its distributed wrapper, so no gradient is reduced. ``self.log`` does
@@ -50,9 +50,9 @@ def isolated(
     # ``UnansweredCollectiveError``.
     strategy, run = trainer.strategy, cast(Any, trainer)  # its annotations leave some of these out
     with ExitStack() as stack:
-        if by_module and hasattr(strategy, "steps_apart"):
-            stack.enter_context(strategy.steps_apart(module))
-        if by_module:
+        if plain_module:
+            if hasattr(strategy, "steps_apart"):
+                stack.enter_context(strategy.steps_apart(module))
             if ddp_of(strategy.model) is not None:
                 stack.enter_context(gradients_apart(module.parameters(), hooks=True))
             stack.enter_context(on_plain_module(strategy))
@@ -87,8 +87,7 @@ def from_a_state(
     weight: float = 1.0,  # by which a strategy of this package multiplies the loss
     answer_collectives: bool = True,
 ) -> Iterator[LocalAnswers]:
-    """Isolate the body as :func:`isolated` does, start it from a state, and restore what it changes."""
-    # It restores gradients, buffers, random states, plain attributes of modules and ``requires_grad`` flags.
+    """Isolate the body and start it from a state; restore gradients, their flags, buffers, attributes, random state."""
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -127,10 +126,10 @@ def run_step(
     if not module.automatic_optimization:
         _ManualOptimization(trainer).run(kwargs)
         return
-    adds_only = (batch_idx + 1) % accumulate != 0
+    accumulates = (batch_idx + 1) % accumulate != 0
     with (
         replaced(trainer, accumulate_grad_batches=accumulate),
-        replaced(trainer.fit_loop, _should_accumulate=lambda: adds_only),
+        replaced(trainer.fit_loop, _should_accumulate=lambda: accumulates),
     ):
         _AutomaticOptimization(trainer).run(trainer.optimizers[0], batch_idx, kwargs)
 
@@ -186,7 +185,7 @@ def run_forward_backward(
 
 
 def place_of(strategy: Any, batch: Any) -> Any:
-    """Return what the random numbers and norms of a step with this batch follow; ``None`` if the rank's own."""
+    """Return the `StepPlace` of a batch, by which its step draws; ``None`` if the step draws the rank's own numbers."""
     return strategy.place_of(batch) if hasattr(strategy, "place_of") else None
 
 
@@ -203,9 +202,9 @@ def gradients_apart(parameters: Iterable[nn.Parameter], *, hooks: bool) -> Itera
             _exchange(parameter, other)
             stack.callback(_exchange, parameter, other)
             if hooks:
-                # To set them is what has autograd call them for the memory that the parameter has now.
-                parameter._backward_hooks = parameter._backward_hooks
+                # Setting them makes autograd call them for the memory that the parameter has now.
                 held: Any = parameter
+                held._backward_hooks = held._backward_hooks
                 held._post_accumulate_grad_hooks = held._post_accumulate_grad_hooks
         yield
 
