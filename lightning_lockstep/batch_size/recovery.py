@@ -135,7 +135,7 @@ def _together(key: tuple[str, int], parts: Sequence[LogRecord]) -> tuple[Any, di
     sizes: list[Any] = [call.options.get("batch_size") for call in calls]
     if None not in sizes:  # else Lightning takes that of the whole batch
         samples = [part.samples for part in parts]
-        # A size that is the same in each part, and not the part's number of samples, does not come from the batch.
+        # If each part has 1, or the size of the whole batch, it is the program's own constant, not read from the part.
         fixed = sizes != samples and set(sizes) in ({1}, {sum(samples)})
         options["batch_size"] = sizes[0] if fixed else sum(sizes)
         weights = weights if fixed or not sum(sizes) else sizes
@@ -153,7 +153,7 @@ def _together(key: tuple[str, int], parts: Sequence[LogRecord]) -> tuple[Any, di
 # -- The steps of a fit --
 
 
-class Recovery:
+class BatchSplitting:
     """Lets the training steps of a fit survive running out of memory; all ranks make it together."""
 
     def __init__(
@@ -186,7 +186,7 @@ class Recovery:
     def where(self) -> str:
         return f"{self.trainer.fit_loop.epoch_loop.batch_idx} of epoch {self.trainer.current_epoch}"
 
-    def count(self, text: str) -> None:
+    def report_split(self, text: str) -> None:
         self.recovered += 1
         # From some point on every batch may be split, and a few lines are enough.
         if self.recovered <= 3 or str(self.recovered).strip("0") in ("1", "3"):
@@ -210,20 +210,20 @@ class _Step(Closure):
 
     # A reference cycle would keep every batch alive until the next garbage collection, so this is not in one.
 
-    def __init__(self, recovery: Recovery, kwargs: Any, optimizer: Any, batch_idx: int) -> None:
+    def __init__(self, splitting: BatchSplitting, kwargs: Any, optimizer: Any, batch_idx: int) -> None:
         # kwargs: of training_step, the batch first.
-        loop = recovery.loop
+        loop = splitting.loop
         backward: Callable[[Tensor], None] | None = loop._make_backward_fn(optimizer)
         # The gradients that were there when the backward of the whole batch began; empty if it has not.
         self._marks: list[GradientMarks] = []
-        marked = None if backward is None else partial(_marked, self._marks, recovery.trained, backward)
+        marked = None if backward is None else partial(_marked, self._marks, splitting.trained, backward)
         self._zero_grad = loop._make_zero_grad_fn(batch_idx, optimizer)
         super().__init__(loop._make_step_fn(kwargs), marked, self._zero_grad)
-        self._recovery, self._kwargs, self._backward = recovery, kwargs, backward
+        self._splitting, self._kwargs, self._backward = splitting, kwargs, backward
 
     def closure(self, *args: Any, **kwargs: Any) -> Any:
         # A repetition must not log again. Because this runs around every step, it uses no context manager.
-        module = self._recovery.module
+        module = self._splitting.module
         logged = LogRecord(module.log)
         undo = put_in_place(module, "log", logged)
         try:
@@ -242,8 +242,8 @@ class _Step(Closure):
 
     def _again(self, failure: str, logged: LogRecord) -> Any:
         """Run the batch in more and more parts until they fit; send the gradients that other ranks wait for."""
-        recovery, began = self._recovery, bool(self._marks)
-        missing = self._marks.pop().missing(recovery.trained) if began else recovery.trained
+        splitting, began = self._splitting, bool(self._marks)
+        missing = self._marks.pop().missing(splitting.trained) if began else splitting.trained
         if not began and self._zero_grad is not None:
             self._zero_grad()  # as the step on the whole batch would have done
         batch = next(iter(self._kwargs.values()))
@@ -254,15 +254,15 @@ class _Step(Closure):
             done = self._in_parts(split(batch, parts), missing, logged, began=began)
         if done is None:
             raise BatchSizeError(
-                f"rank {recovery.rank} ran out of memory in batch {recovery.where}, and single samples do not fit"
+                f"rank {splitting.rank} ran out of memory in batch {splitting.where}, and single samples do not fit"
                 f" either ({samples} samples in the batch): {failure}"
             )
-        recovery.count(f"split batch {recovery.where} into {parts} micro-batches: {failure}")
+        splitting.report_split(f"split batch {splitting.where} into {parts} micro-batches: {failure}")
         result, gradients = done
-        trainer = recovery.trainer
+        trainer = splitting.trainer
         deliver_gradients(ddp_of(trainer.strategy.model), gradients, backward_began=began)
         if result.closure_loss is not None:
-            trainer.precision_plugin.post_backward(result.closure_loss, recovery.module)
+            trainer.precision_plugin.post_backward(result.closure_loss, splitting.module)
         return result
 
     def _in_parts(
@@ -270,14 +270,14 @@ class _Step(Closure):
     ) -> tuple[Any, dict[nn.Parameter, Tensor | None]] | None:
         """Return what the whole batch would have, and its missing gradients; ``None`` if memory runs out."""
         # The parts run on the module itself, without the gradient hooks of the wrapper and the program.
-        module, trained = self._recovery.module, self._recovery.trained
+        module, trained = self._splitting.module, self._splitting.trained
         logs, results = list[LogRecord](), list[Any]()
         # If the forward of the whole batch had ended, the parts must not change again what it has left: running
         # statistics, metrics, lists. If it had only begun, they must not change the metrics that it has logged.
-        left: list[Part] = [ModuleAttributes(metric) for metric in logged.metrics()]
+        restored_parts: list[Part] = [ModuleAttributes(metric) for metric in logged.metrics()]
         if began:
-            left = [BufferCopies(module), ModuleAttributes(module)]
-        with gradients_apart(trained, hooks=False), restored(*left):
+            restored_parts = [BufferCopies(module), ModuleAttributes(module)]
+        with gradients_apart(trained, hooks=False), restored(*restored_parts):
             for parameter in set(trained).difference(missing):
                 parameter.requires_grad_(False)  # its gradient has arrived already
             failed = attempt(lambda: results.append(self._run_parts(parts, logs)))
@@ -293,7 +293,7 @@ class _Step(Closure):
 
     def _run_parts(self, parts: Sequence[Any], logs: list[LogRecord]) -> Any:
         """Forward and backward of each micro-batch, whose gradients add up; ``logs`` gets what each logs."""
-        trainer, module = self._recovery.trainer, self._recovery.module
+        trainer, module = self._splitting.trainer, self._splitting.module
         strategy, precision = trainer.strategy, trainer.precision_plugin
         refused = dict.fromkeys(("all_gather", "reduce", "broadcast"), _refuse_collective)
         weights = getattr(strategy, "weights", None)
@@ -311,10 +311,10 @@ class _Step(Closure):
             for part, size, share in zip(parts, sizes, shares, strict=True):
                 logs.append(LogRecord(weight=share, samples=size))
                 with replaced(module, log=logs[-1]):
-                    result = self._recovery.loop._make_step_fn({**self._kwargs, name: part})()
+                    result = self._splitting.loop._make_step_fn({**self._kwargs, name: part})()
                 if result.closure_loss is None:
                     continue
-                loss = result.closure_loss * (share if self._recovery.loss_reduction == "mean" else 1.0)
+                loss = result.closure_loss * (share if self._splitting.loss_reduction == "mean" else 1.0)
                 if self._backward is not None:
                     self._backward(loss)
                 total = loss.detach() if total is None else total + loss.detach()

@@ -51,7 +51,7 @@ def refuse_strategy(trainer: Trainer) -> None:
         reasons = [trials.why_not_possible()]
     else:
         reasons = missing_capabilities(trainer.strategy, "step_alone", "sees_out_of_memory")
-    for why in filter(None, reasons):
+    if why := next(filter(None, reasons), None):
         raise SearchRefusedError(
             f"no batch size can be tried with {type(trainer.strategy).__name__}: {why}. Set the batch size yourself,"
             " as found with strategy='lockstep_ddp' or on a single device, or use find_executable_batch_size around the"
@@ -87,17 +87,19 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 
 class TrialRunner:
+    """Tries batch sizes by real steps on this rank alone, and agrees with the other ranks on each."""
+
     def __init__(
         self,
         trainer: Trainer,
         module: LightningModule,
-        place: BatchLoaders,
+        loaders: BatchLoaders,
         *,
         steps: int,  # of a trial; only from the second on the optimizer's state takes memory from the beginning
         memory_limit: str | int | float | None,
         accumulates: bool,  # whether the run may accumulate, although the Trainer does not say so yet
     ) -> None:
-        self._trainer, self._module, self._place = trainer, module, place
+        self._trainer, self._module, self._loaders = trainer, module, loaders
         self._steps, self._accumulates = steps, accumulates
         self._kind = loop_of(trainer)
         self._engine = _engine_trials(trainer)
@@ -120,7 +122,7 @@ class TrialRunner:
             self._module,
             self._trainer.strategy.optimizers if self._kind == "fit" and self._engine is None else (),
             scaler=getattr(self._trainer.precision_plugin, "scaler", None),
-            generators=self._place.generators(),
+            generators=self._loaders.generators(),
             tensors=self._engine is None,
         )
         if self._engine is not None:
@@ -143,7 +145,7 @@ class TrialRunner:
         self.done.append(trial := Trial(size, not full, full))
         reason = next(iter(full.values()), "")[:90]
         how = f"out of memory on {ranks_in_words(full)} ({reason})" if full else "fits"
-        say_once(f"batch size trial {len(self.done)}: {size:>6} per rank, {how}")
+        say_on_main(f"batch size trial {len(self.done)}: {size:>6} per rank, {how}")
         return trial
 
     @contextmanager
@@ -156,9 +158,9 @@ class TrialRunner:
             yield passes
 
     def _steps_of(self, size: int, passes: int) -> None:
-        self._place.hold(size)  # a step may read it
+        self._loaders.hold(size)  # a step may read it
         for index in range(self._steps * passes):
-            batch = self._trainer.precision_plugin.convert_input(self._place.batch(size))
+            batch = self._trainer.precision_plugin.convert_input(self._loaders.batch(size))
             batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
             batch = self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
             if self._kind == "fit":
@@ -175,10 +177,11 @@ class TrialRunner:
                 ) from error
 
     def _evaluate(self, batch: Any, index: int) -> None:
-        step = getattr(self._trainer.strategy, f"{_STEPS[self._kind]}")
+        name = _STEPS[self._kind]
+        step = getattr(self._trainer.strategy, name)
         self._module.eval()
         with torch.no_grad():
-            step(*step_arguments(getattr(self._module, _STEPS[self._kind]), batch, index))
+            step(*step_arguments(getattr(self._module, name), batch, index))
 
 
 # -- A whole search on all ranks: try, agree, repeat --
@@ -202,7 +205,7 @@ class SearchResult:
 
 def largest_to_try(
     trainer: Trainer,
-    place: BatchLoaders,
+    loaders: BatchLoaders,
     max_val: int,
     global_batch: int | None,
     as_configured: bool,  # the user has not given it
@@ -216,7 +219,7 @@ def largest_to_try(
             most, why = share, f"it is a rank's share of the global batch of {global_batch}"
             if as_configured:
                 why += ", as configured; global_batch_size= asks for another, or for the 'largest' that fits"
-    samples = int(communicator.all_reduce(torch.tensor(place.samples), "min"))
+    samples = int(communicator.all_reduce(torch.tensor(loaders.samples), "min"))
     if global_batch is None and in_fit(trainer):
         samples = max(1, samples // trainer.accumulate_grad_batches)
     return (samples, "it is all the data of a rank") if samples < most else (most, why)
@@ -275,7 +278,7 @@ def _nothing_fits(search: SizeSearch, reason: str, limit: MemoryLimit) -> str:
     )
 
 
-def say_once(text: str) -> None:
+def say_on_main(text: str) -> None:
     """Print a line on rank 0 alone."""
     if current_communicator().is_main:
         say(text)

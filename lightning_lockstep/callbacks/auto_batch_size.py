@@ -15,7 +15,7 @@ from lightning_lockstep._text import counted
 from lightning_lockstep._trainer import faults_as_lightnings
 from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedError, in_fit
 from lightning_lockstep.batch_size.memory import parse_bytes
-from lightning_lockstep.batch_size.recovery import Recovery
+from lightning_lockstep.batch_size.recovery import BatchSplitting
 from lightning_lockstep.batch_size.search import SizeSearch
 from lightning_lockstep.batch_size.search_run import (
     SearchResult,
@@ -25,7 +25,7 @@ from lightning_lockstep.batch_size.search_run import (
     refuse_split,
     refuse_strategy,
     run_search,
-    say_once,
+    say_on_main,
 )
 from lightning_lockstep.callbacks.effective_batch_size import EffectiveBatchSize
 from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
@@ -140,7 +140,7 @@ class AutoBatchSize(BatchSizeFinder, EndsWithRun):
         self.batches_split = 0
         # What divides the global batch of a fit: a callback of the Trainer, or one of its own.
         self._keeper: EffectiveBatchSize | None = None
-        self._recovery: Recovery | None = None
+        self._splitting: BatchSplitting | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str | None = None) -> None:
         """Refuse a strategy under which no size can be tried. Ranks: all ranks; nothing is sent."""
@@ -176,9 +176,9 @@ class AutoBatchSize(BatchSizeFinder, EndsWithRun):
         if self.on_oom != "raise":
             refuse_strategy(trainer)
             self.batches_split = 0
-            recovery = Recovery(trainer, pl_module, loss_reduction=self.loss_reduction)
-            self.at_end.callback(recovery.close)
-            self.at_end.enter_context(replaced(self, _recovery=recovery))
+            splitting = BatchSplitting(trainer, pl_module, loss_reduction=self.loss_reduction)
+            self.at_end.callback(splitting.close)
+            self.at_end.enter_context(replaced(self, _splitting=splitting))
 
     def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and let the run go on with what is found, unless ``mode`` is ``off``.
@@ -195,7 +195,7 @@ class AutoBatchSize(BatchSizeFinder, EndsWithRun):
             return
         self.optimal_batch_size = self.result = None
         if getattr(trainer, "fast_dev_run", False):
-            say_once("AutoBatchSize: no search under fast_dev_run")
+            say_on_main("AutoBatchSize: no search under fast_dev_run")
             return
         refuse_strategy(trainer)
         place, keeper = self._place(trainer, pl_module), self._keeper
@@ -234,10 +234,10 @@ class AutoBatchSize(BatchSizeFinder, EndsWithRun):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the batches split over all ranks, and log a new number. Ranks: all, together; one gather an epoch."""
-        if self._recovery is None:
+        if self._splitting is None:
             return
         communicator, before = current_communicator(), self.batches_split
-        self.batches_split = sum(communicator.gather(self._recovery.recovered))
+        self.batches_split = sum(communicator.gather(self._splitting.recovered))
         if self.batches_split > before and communicator.is_main:
             for logger in trainer.loggers:
                 logger.log_metrics({"batches_split": float(self.batches_split)}, step=trainer.global_step)
@@ -286,6 +286,6 @@ def _tell(trainer: Trainer, result: SearchResult) -> None:
         folder = folder_of_run(trainer, None if job is None else job[0])
         if folder is not None and current_communicator().is_main:
             write_report(folder / "batch_size.json", json.dumps(asdict(result), indent=2) + "\n")
-    say_once(
+    say_on_main(
         f"AutoBatchSize: {len(result.trials)} trials in {result.seconds:.1f} s, {result.reason}\n{numbers}"
     )

@@ -11,7 +11,7 @@ from lightning_lockstep._settings import Faults
 from lightning_lockstep._trainer import ranks_at_start
 from lightning_lockstep.batch_size.loaders import BatchLoaders
 from lightning_lockstep.batch_size.search import EffectiveBatch, plan_effective_batch
-from lightning_lockstep.batch_size.search_run import refuse_fixed_sizes, say_once
+from lightning_lockstep.batch_size.search_run import refuse_fixed_sizes, say_on_main
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.patching import put_in_place, replaced
@@ -152,7 +152,7 @@ class EffectiveBatchSize(Callback):
                     {key: float(group[key]) * factor for key in ("lr", "initial_lr") if key in group}
                 )
                 why = f"{self.lr_scaling} scaling: global batch {reference} -> {total}"
-                say_once(f"learning rate {before:g} -> {group['lr']:g} ({why})")
+                say_on_main(f"learning rate {before:g} -> {group['lr']:g} ({why})")
         for config in trainer.lr_scheduler_configs:
             scheduler: Any = config.scheduler
             if hasattr(scheduler, "base_lrs"):
