@@ -16,7 +16,7 @@ from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import LockstepError, OverflowDetectedError
 from lightning_lockstep.overflow.detect import Detection
-from lightning_lockstep.overflow.diagnose import Diagnosis
+from lightning_lockstep.overflow.diagnose import BadStepDiagnosis
 from lightning_lockstep.overflow.replay import StepRecord
 from lightning_lockstep.overflow.report import RankReport, ReportPublisher
 from lightning_lockstep.overflow.settings import Action, Mode, OverflowSettings, refuse_strategy
@@ -103,7 +103,7 @@ class OverflowDetector(EndsWithRun):
         self._detection = Detection(trainer, pl_module, self._publisher)
         self.at_end.callback(delattr, self, "_detection")  # it keeps batches
         self.at_end.callback(self._detection.remove)
-        self._diagnosis = Diagnosis(trainer, pl_module, self._publisher, self._detection.gradients)
+        self._diagnosis = BadStepDiagnosis(trainer, pl_module, self._publisher, self._detection.gradients)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Keep the loss, and let a bad one reach every rank."""

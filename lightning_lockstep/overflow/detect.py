@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -88,10 +88,8 @@ class Detection:
     def _begin_step(self, step: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
         """Record what a replay needs; return the context that the step runs in."""
         trainer = self._trainer
-        place = trainer.fit_loop.epoch_loop
-        occasion = Occasion(
-            trainer.current_epoch, trainer.global_step, place.total_batch_idx, place.batch_idx
-        )
+        loop = trainer.fit_loop.epoch_loop
+        occasion = Occasion(trainer.current_epoch, trainer.global_step, loop.total_batch_idx, loop.batch_idx)
         self._buffers.refresh()
         random = RandomState.capture()
         self.record = StepRecord(step, args, kwargs, random, self._buffers, occasion)
@@ -115,12 +113,10 @@ class Detection:
         if record.weight == 0.0:  # whatever the loss is, its gradients are zero
             return
         record.loss = loss.detach().clone()
-        flags = [] if self._settings.allowed.match("loss") else [record.loss]
         record.activation_flag = self._watch.flag()
         self._watch.active = False
-        flags += [] if record.activation_flag is None else [record.activation_flag]
         if self._spreads and loss.requires_grad and self._tracing is None:
-            loss.register_hook(functools.partial(_spread_bad_values, flags))  # type: ignore[no-untyped-call]
+            loss.register_hook(functools.partial(_spread_bad_values, self._values(record)))  # type: ignore[no-untyped-call]
 
     def after_backward(self) -> None:
         """Watch activations again: with manual optimization another forward may follow."""
@@ -149,9 +145,9 @@ class Detection:
         if self._settings.mode == "hooks" or self._every > 1:
             self._last = record
         if not record.optimizer_steps and self._tracing is None:
-            # Bad gradients stay bad until the optimizer steps: the first micro-batch after which they are made them so.
+            # Only the first micro-batch that makes gradients bad is marked: they stay bad until the optimizer steps.
             if self._every == 1 and not any(step.made_gradients_bad for step in self._unread):
-                bad = self._gradients_are_bad(None, self._losses([record]))
+                bad = self._gradients_are_bad(None, self._losses(record))
                 if self.gradients.divided:  # a bad one may lie in the part of another rank
                     bad = bool(self._communicator.agree(bad))
                 record.made_gradients_bad = bad
@@ -173,7 +169,7 @@ class Detection:
 
     def _look(
         self,
-        record: StepRecord,  # it counts as the step if it is not known here which it is
+        record: StepRecord,  # reported if this rank has no bad value of its own
         optimizer: Optimizer | None = None,  # whose gradients are looked at; None: all
         *,
         with_gradients: bool = True,
@@ -181,24 +177,27 @@ class Detection:
     ) -> StepRecord | None:
         """Return, on all ranks or on none, the step in which a value was bad."""
         steps, self._unread = self._unread, []
-        here, origin = False, next((step for step in steps if step.made_gradients_bad), None)
-        others = self._losses(steps) + [flag for step in steps if (flag := step.activation_flag) is not None]
+        origin = next((step for step in steps if step.made_gradients_bad), None)
+        values = [value for step in steps for value in self._values(step)]
+        gradients_bad = False
         # All are checked at once first: each check makes the host wait for a GPU, and nearly always nothing is bad.
-        if self._gradients_are_bad(optimizer, others) if with_gradients else any_bad(others):
-            here = with_gradients and self._gradients_are_bad(optimizer)
-            origin = origin or next((step for step in steps if self._is_bad(step)), None)
+        if self._gradients_are_bad(optimizer, values) if with_gradients else any_bad(values):
+            gradients_bad = with_gradients and self._gradients_are_bad(optimizer)
+            bad = (step for step in steps if any(map(has_bad_values, self._values(step))))
+            origin = origin or next(bad, None)
         # A mean over ranks carries a nan of any rank into the gradients of all, so nothing is sent without a hit,
         # unless each rank holds only a part of the gradients or they are not looked at.
+        is_bad = gradients_bad
         if self._spreads and self._settings.gradients and not ask:
-            if origin is not None and not here:
+            if origin is not None and not gradients_bad:
                 _log.warning(
                     "nan or inf in batch %d of this rank, but in no gradient of the step."
                     " OverflowDetector(action='warn') names the module.",
                     origin.occasion.batch_number,
                 )
         else:
-            here = bool(self._communicator.agree(here or origin is not None))
-        if not here:
+            is_bad = bool(self._communicator.agree(gradients_bad or origin is not None))
+        if not is_bad:
             return None
         if origin is not None and origin is not record and self._every > 1:
             later = record.occasion.batch_number - origin.occasion.batch_number
@@ -215,13 +214,12 @@ class Detection:
         own = (gradient for gradient in self.gradients.gradients(optimizer) if gradient.numel())
         return self.gradients.known_bad() or any_bad([*own, *others])
 
-    def _losses(self, records: Iterable[StepRecord]) -> list[Tensor]:
-        if self._settings.allowed.match("loss"):
-            return []
-        return [record.loss for record in records if record.loss is not None]
+    def _losses(self, record: StepRecord) -> list[Tensor]:
+        return [] if record.loss is None or self._settings.allowed.match("loss") else [record.loss]
 
-    def _is_bad(self, record: StepRecord) -> bool:
-        return any(map(has_bad_values, [*self._losses([record]), record.activation_flag]))
+    def _values(self, record: StepRecord) -> list[Tensor]:
+        """Return the loss of a step, if it is looked at, and the flag of its activations."""
+        return self._losses(record) + ([] if record.activation_flag is None else [record.activation_flag])
 
 
 def _spread_bad_values(flags: Sequence[Tensor], gradient: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ _TOGETHER = (
 )
 
 
-class Diagnosis:
+class BadStepDiagnosis:
     """Finds out about a step with a bad value that all ranks know of; each method is called on all of them."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Diagnosis:
     def why_alarm(self, record: StepRecord) -> str | None:
         """Return why this is an alarm, the same on every rank; ``None`` for an ordinary skip of a loss scaler."""
         if (scaling := self.gradients.loss_scale()) is None:
-            return self._what_is_bad(record)
+            return self._describe_and_mark(record)
         scale, floor = scaling
         bad = any(map(has_bad_values, (record.loss, record.activation_flag)))
         entries = self.publisher.collect({"forward": bad, "scale": scale}).entries.values()
@@ -51,7 +51,7 @@ class Diagnosis:
         too_many = self.gradients.why_skips_are_too_many()
         return None if too_many is None else too_many.rstrip(".")
 
-    def _what_is_bad(self, record: StepRecord) -> str:
+    def _describe_and_mark(self, record: StepRecord) -> str:
         """Return what was seen, the same on every rank; mark gradients that this detector itself has made nan."""
         usual = "the loss or the gradients are not finite"
         if self.settings.mode != "hooks":
@@ -75,7 +75,7 @@ class Diagnosis:
         # Collectives of the step are answered on this rank. If that shows no bad value on any rank, all replay it
         # once more with real collectives. If the parameters are divided among the ranks, all replay it together
         # from the beginning.
-        strategy, report = self.trainer.strategy, self._known(record)
+        strategy, report = self.trainer.strategy, self._report_without_replay(record)
         missing = missing_capabilities(strategy, "step_alone")
         if missing and not hasattr(strategy, "engine_gradients"):
             report.notes.append(f"Not replayed: on {type(strategy).__name__}, {missing[0]}.")
@@ -98,8 +98,8 @@ class Diagnosis:
             return recorder
         if recorder.error is None:
             raise RuntimeError(f"Another rank did not finish the replay. ({_TOGETHER})")
-        note = getattr(recorder.error, "add_note", str)  # from Python 3.11 on
-        note(f"Raised in a replay: {_TOGETHER}")
+        if hasattr(recorder.error, "add_note"):  # from Python 3.11 on
+            recorder.error.add_note(f"Raised in a replay: {_TOGETHER}")
         raise recorder.error
 
     def _replay(self, record: StepRecord, *, alone: bool) -> FrameRecorder:
@@ -135,8 +135,7 @@ class Diagnosis:
             ]
         return []
 
-    def _known(self, record: StepRecord) -> RankReport:
-        """Return a report of what is known without a replay."""
+    def _report_without_replay(self, record: StepRecord) -> RankReport:
         report = RankReport(self.communicator.rank, self.communicator.host, record.occasion)
         scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         report.loss = None if record.loss is None else float(record.loss.sum()) / (scale * record.weight)
