@@ -127,7 +127,7 @@ class ReplicaCheck(EndsWithRun):
         number = self._checks.count + 1
         if self._audit is None or number % self._audit_every:
             return
-        if text := self._audit.run(batch, batch_idx, self._checks.weights()):
+        if text := self._audit.run(batch, batch_idx, self._checks.weights_checksum()):
             self._act(f"{text}\nFound before batch {number} of this fit.")
         if self._audit.stopped:
             if trainer.is_global_zero:

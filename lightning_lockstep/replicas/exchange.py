@@ -49,6 +49,8 @@ _log = logging.getLogger(__name__)
 _KEPT = 8
 # This many groups of ranks that agree are asked, one rank of each.
 _ASKED = 16
+# The answer if a rank came so late that another had forgotten the check: the next check finds the difference again.
+_FORGOTTEN = Finding(set(), "")
 
 
 class Question(NamedTuple):
@@ -71,12 +73,16 @@ class Check:
         settings: Mapping[str, str],
         evidence: Mapping[str, Any],  # see `judge`
         gradients: Sequence[Checksums],  # of each optimizer
-        row: Sequence[Sequence[Checksums]],
+        row: Sequence[Sequence[Checksums]],  # of the last batches, for each loader
     ) -> None:
         self.count, self.settings, self.evidence, self.row = count, settings, evidence, row
         self._sums = {section: Checksums(named) for section, named in contents.sections().items()}
         self._held = dict(contents.held)  # by name the ranks that hold the same, of what is divided
         self._gradients = gradients
+        # What `read` finds.
+        self.numbers: dict[str, dict[str, int]] = {}
+        self.gradients: dict[str, int] = {}
+        self._changed: list[str] = []
 
     def ready(self) -> bool:
         return all(sums.ready() for sums in self._sums.values())
@@ -179,7 +185,7 @@ class RankChecks:
         for hook in self._hooks:
             hook.remove()
 
-    def weights(self) -> int:
+    def weights_checksum(self) -> int:
         return folded(Checksums(self._contents.sections()["parameters"]).numbers().values())
 
     def _until_check(self) -> int:
@@ -258,8 +264,8 @@ class RankChecks:
         own = next((check.details(asked.held) for check in self._done if check.count == asked.batches), None)
         told: list[Any] = [self._communicator.broadcast(own, group[0]) for group in asked.groups]
         places = self._communicator.gather(self._place)
-        if None in told:  # one was so late that another forgot the check: the next finds it too
-            return Finding(set(), "")
+        if None in told:
+            return _FORGOTTEN
         answers = {rank: answer for group, answer in zip(asked.groups, told, strict=True) for rank in group}
         return judge(asked.batches, asked.good, answers, places, self._statistics, asked.held)
 
@@ -270,8 +276,7 @@ class Comparison:
     def __init__(self, gather: Gather, agreement: StepAgreement, trainer: Any) -> None:
         self._lock = threading.RLock()
         self._compared = 0  # checks
-        # Why the ranks are to meet: what the first check that differed asks, and the last one since.
-        self._questions: list[list[Question]] = []
+        self._questions: list[list[Question]] = []  # why the ranks are to meet, by check
         self._gather, self._agreement, self._trainer = gather, agreement, trainer
         self._good: int | None = None  # batches before the last check that found no difference
         self._data = BatchComparison()
@@ -316,4 +321,4 @@ class Comparison:
         if wrong:
             if not self._questions:
                 self._agreement.request("replicas differ", kind="replica")
-            self._questions[1:] = [wrong]
+            self._questions[1:] = [wrong]  # those of the first check stay, and those of the last
