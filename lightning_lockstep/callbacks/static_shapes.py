@@ -39,9 +39,9 @@ def padded(batch: Any, shapes: StaticShapes, size: int = 0) -> Any:
 
     def of_tensor(key: Any, tensor: Tensor) -> Tensor:
         if key in shapes.padding and tensor.dim() > shapes.dim:
-            place = bisect_left(shapes.lengths, tensor.size(shapes.dim))
-            if place < len(shapes.lengths):
-                tensor = _longer(tensor, shapes.dim, shapes.lengths[place], shapes.padding[key])
+            index = bisect_left(shapes.lengths, tensor.size(shapes.dim))
+            if index < len(shapes.lengths):
+                tensor = _longer(tensor, shapes.dim, shapes.lengths[index], shapes.padding[key])
         if tensor.dim() and tensor.size(0) == samples < size:
             tensor = _longer(tensor, 0, size, shapes.ignored.get(key))
         return tensor
@@ -175,15 +175,15 @@ class StaticShapes(EndsWithRun):
     ) -> None:
         super().__init__()
         faults = Faults()
-        is_right = isinstance(lengths, Sequence) and all(is_whole(one) and one > 0 for one in lengths)
-        is_right = is_right and list(lengths) == sorted(set(lengths))
-        faults.check(is_right, "lengths", lengths, "growing lengths, such as [64, 128, 256]")
+        are_whole = isinstance(lengths, Sequence) and all(is_whole(one) and one > 0 for one in lengths)
+        are_growing = are_whole and list(lengths) == sorted(set(lengths))
+        faults.check(are_growing, "lengths", lengths, "growing lengths, such as [64, 128, 256]")
         for name, given in (("pad_values", pad_values), ("ignored", ignored)):
-            is_right = isinstance(given, Mapping) and all(
+            has_values = isinstance(given, Mapping) and all(
                 isinstance(key, (str, int)) and is_number(value) for key, value in given.items()
             )
             faults.check(
-                given is None or is_right, name, given, "a value for each key, such as {'labels': -100}"
+                given is None or has_values, name, given, "a value for each key, such as {'labels': -100}"
             )
         if bool(lengths) != bool(pad_values) and not (lengths and ignored):
             faults.add(
@@ -191,8 +191,8 @@ class StaticShapes(EndsWithRun):
                 " the value that pads each tensor."
             )
         faults.whole("dim", dim, what="a dimension of the tensors")
-        is_right = batch_size in ("train", None) or (is_whole(batch_size) and batch_size > 0)
-        faults.check(is_right, "batch_size", batch_size, "'train', a number of samples or None")
+        is_size = batch_size in ("train", None) or (is_whole(batch_size) and batch_size > 0)
+        faults.check(is_size, "batch_size", batch_size, "'train', a number of samples or None")
         faults.raise_all()
         self.lengths, self.dim, self.batch_size = list(lengths), dim, batch_size
         self.pad_values, self.ignored = dict(pad_values or {}), dict(ignored or {})
@@ -254,26 +254,15 @@ class StaticShapes(EndsWithRun):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pad batches from here on, but not those of a search for a batch size before. Ranks: any, alone."""
-        if self._pads:
-            return
-        strategy: Any = trainer.strategy
-        move = strategy.batch_to_device
-
-        def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-            shaped = self._shaped(trainer, batch, dataloader_idx)
-            return move(shaped, device=device, dataloader_idx=dataloader_idx)
-
-        self.at_end.callback(setattr, StaticShapes, "_mask", None)
-        self.at_end.enter_context(replaced(self, _pads=True))
-        self.at_end.enter_context(replaced(strategy, batch_to_device=batch_to_device))
+        self._begin_padding(trainer)
 
     on_sanity_check_start = on_test_start = on_validation_start
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pad batches from here on; raise if samples cannot be added. Ranks: all."""
         # The start of an epoch would be too late: Lightning calls no hook there if a run resumes in the middle of one.
-        self.on_validation_start(trainer, pl_module)
-        loaders = self._loaders(trainer, "training")
+        self._begin_padding(trainer)
+        loaders = self._checked_loaders(trainer, "training")
         self._training_size = batch_size_of(loaders[0])
         norms = [
             name for name, one in pl_module.named_modules() if isinstance(one, _BATCH_NORMS) and one.training
@@ -332,7 +321,21 @@ class StaticShapes(EndsWithRun):
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
-    def _loaders(self, trainer: Trainer, stage: str) -> list[Any]:
+    def _begin_padding(self, trainer: Trainer) -> None:
+        if self._pads:
+            return
+        strategy: Any = trainer.strategy
+        move = strategy.batch_to_device
+
+        def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+            shaped = self._shaped(trainer, batch, dataloader_idx)
+            return move(shaped, device=device, dataloader_idx=dataloader_idx)
+
+        self.at_end.callback(setattr, StaticShapes, "_mask", None)
+        self.at_end.enter_context(replaced(self, _pads=True))
+        self.at_end.enter_context(replaced(strategy, batch_to_device=batch_to_device))
+
+    def _checked_loaders(self, trainer: Trainer, stage: str) -> list[Any]:
         loop: Any = trainer._active_loop
         combined = loop._combined_loader
         if self.batch_size is not None and len(combined.flattened) > 1 and combined._mode != "sequential":
@@ -367,9 +370,10 @@ class StaticShapes(EndsWithRun):
         real = samples_in(batch)
         if self.batch_size is None or not real or not any(one.dim() for one in tensors_in(batch)):
             return padded(batch, self) if self.lengths else batch
-        loader, place = self._loaders(trainer, stage)[dataloader_idx], (stage, dataloader_idx)
+        loader = self._checked_loaders(trainer, stage)[dataloader_idx]
+        key = stage, dataloader_idx
         wanted = self._training_size if self.batch_size == "train" else self.batch_size
-        self._sizes[place] = size = max(wanted or 0, batch_size_of(loader) or 0, real, self._sizes[place])
+        self._sizes[key] = size = max(wanted or 0, batch_size_of(loader) or 0, real, self._sizes[key])
         if size > real or not getattr(loader, "drop_last", False):
             StaticShapes._mask = torch.arange(size) < real
         return padded(batch, self, size) if self.lengths or size > real else batch
