@@ -22,7 +22,7 @@ from lightning_lockstep._trainer import asks_for_training_loader, limited_batche
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.loaders.global_order import GlobalBatches, Share, divided, generators_of, parts_of
 from lightning_lockstep.loaders.positions import Record, go_on, of_all_ranks, record_of, with_position
-from lightning_lockstep.loaders.resume_point import ResumePoint, begin_again, settle_counters
+from lightning_lockstep.loaders.resume_point import ResumePoint, begin_again, point_of, settle_counters
 from lightning_lockstep.steps.patching import batch_size_of, put_in_place
 from lightning_lockstep.steps.snapshot import gpu_state, set_gpu_state, set_random_states
 
@@ -100,7 +100,8 @@ class LoaderPosition(Callback):
         loops, saved = checkpoint["loops"]["fit_loop"], checkpoint.get(_KEY, {})
         loops["state_dict"]["combined_loader"] = []  # states of loaders of rank 0 alone
         accumulated = saved.get("accumulated", trainer.accumulate_grad_batches)
-        point = settle_counters(loops, accumulated, saved.get("broken_off"))
+        point = point_of(loops, accumulated, saved.get("broken_off"))
+        settle_counters(loops, point)
         self._resume = _Resume(point, saved)
         for loader in _loaders(trainer):
             # It was made before the checkpoint was read, to count the steps of the fit, and has begun.
@@ -110,7 +111,7 @@ class LoaderPosition(Callback):
     # -- in a run that is resumed --
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Go on with the random numbers and the metrics too."""
+        """Also go on with the random numbers and the metrics."""
         resume, self._resume = self._resume, None
         if resume is None:
             return
@@ -118,13 +119,14 @@ class LoaderPosition(Callback):
         set_gpu_state(resume.device)
         loaders, combined = _loaders(trainer), trainer.fit_loop._combined_loader
         if resume.begins_again:
-            iter(trainer.fit_loop._data_fetcher)
+            iter(trainer.fit_loop._data_fetcher)  # begins the epoch again
         if resume.point.within_epoch and combined._mode == "max_size_cycle":
             for number, loader in enumerate(loaders):  # Lightning has not seen those that have ended.
                 combined._iterator._consumed[number] |= (sized_len(loader) or math.inf) < resume.batches
         if resume.point.begun:
             for loader, record in zip(loaders, resume.records, strict=False):
-                _draw_on(loader, record)
+                _restore_generators(loader, record)
+        # Its scheduler looks at a metric: one that the checkpoint has, or that the batches left log.
         self._steps_plateaus = bool(resume.metrics) or not resume.point.no_batches_left
         begin_again(trainer, resume.point, resume.batches)
 
@@ -155,8 +157,8 @@ def _loaders(trainer: Any) -> list[Any]:
     return [] if loaders is None else list(CombinedLoader(loaders).flattened)
 
 
-def _draw_on(loader: Any, record: Record) -> None:
-    """Draw what comes next of the global generators and of a loader's own, if the record is of this rank."""
+def _restore_generators(loader: Any, record: Record) -> None:
+    """Set the global generators, and those of a loader, to the states of a record, if it is of this rank."""
     if "now" in record:
         set_random_states(record["now"], generators_of(loader))
 
@@ -172,9 +174,11 @@ class _Resume:
     """What a checkpoint says to this rank of the epoch in which, or after which, it was made."""
 
     def __init__(self, point: ResumePoint, saved: dict[str, Any]) -> None:
-        communicator, ranks = current_communicator(), saved.get("ranks", [])
-        self.point, self.batches = point, point.seen  # `batches`: that are done, on this number of ranks
-        self._asked, self._communicator = 0, communicator
+        self._communicator = communicator = current_communicator()
+        ranks = saved.get("ranks", [])
+        self.point = point
+        self.batches = point.seen  # that are done, on this number of ranks
+        self._asked = 0  # how many loaders have asked how to go on
         self.begins_again = False  # whether the loaders have begun already
         # After an error one rank alone has saved.
         same_ranks = saved.get("world_size") == communicator.world_size == len(ranks)
@@ -186,10 +190,11 @@ class _Resume:
 
     def go_on_with(self, loader: Any, trainer: Any) -> None:
         """Let a loader go on, in Lightning's order of loaders, before it begins an epoch."""
-        number, self._asked = self._asked, self._asked + 1
-        record = self.records[number % len(self.records)] if self.records else {}
+        # Lightning may make all loaders twice before the training starts, as with reload_dataloaders_every_n_epochs.
+        record = self.records[self._asked % len(self.records)] if self.records else {}
+        self._asked += 1
         # An epoch that begins draws its order from the same random state as without the stop.
-        _draw_on(loader, record)
+        _restore_generators(loader, record)
         alone, accumulated = len(self.records) == 1, trainer.accumulate_grad_batches
         self.batches, is_sure = go_on(loader, record, self.point, accumulated if alone else None)
         if self.point.within_epoch and not is_sure and self._communicator.is_main:

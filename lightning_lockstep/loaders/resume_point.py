@@ -38,8 +38,9 @@ class ResumePoint:
     batches: int = 0  # how many batches of it are done
     no_batches_left: bool = False  # what is left is the end of the epoch
     batch_open: bool = False  # Lightning had not counted the last batch as completed
-    rest_open: bool = False  # a validation, or what follows one, may be left of the last batch
-    epoch_open: bool = False  # the epoch before has ended, but for its ``ReduceLROnPlateau``
+    after_batch_left: bool = False  # a validation, or what follows one, may be left of the last batch
+    validation_left: bool = False  # that after the last batch, if it is due
+    plateaus_left: bool = False  # the epoch before has ended, but for its ``ReduceLROnPlateau``
     end_again: bool = False  # the end of the epoch was broken off
 
     @property
@@ -53,65 +54,74 @@ class ResumePoint:
         return self.batches if self.within_epoch else 0
 
 
-def settle_counters(
+def point_of(
     loops: dict[str, Any], accumulated: int, broken_off: Literal["step", "validation", "epoch"] | None = None
 ) -> ResumePoint:
-    """Return where a fit goes on, and set the counters of its loops, as they were saved, to that."""
-    epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
-    validation = loops["epoch_loop.val_loop.batch_progress"]
-    epoch, batch = epochs["current"], batches["current"]
+    """Return where a fit goes on, by the counters of its loops as they were saved."""
+    epoch, batches = loops["epoch_progress"]["current"], loops["epoch_loop.batch_progress"]
+    batch = batches["current"]
     done, ready = batch["processed"], batch["ready"]
     if broken_off == "step" and 0 < batch["completed"] == ready:
         ready += 1  # what was broken off is the step of the next batch, or, after the last one, the end of the epoch
-    ended = epoch["completed"] if broken_off == "epoch" else epoch["processed"]
     no_batches_left = batches["is_last_batch"] and done == ready
+    ended = epoch["completed"] if broken_off == "epoch" else epoch["processed"]
     epoch_ended = ended == epoch["started"]
     if epoch["ready"] > epoch["started"] or (epoch_ended and (no_batches_left or not done)):
-        total, done = batches["total"]["processed"], 0
         is_open = epoch["completed"] < ended and epoch["ready"] == epoch["started"]
-        point = ResumePoint(ended, epoch_open=epoch_ended and is_open)
-    else:
-        partial = 0 if no_batches_left else done % accumulated  # their gradients are not saved
-        total, done = batches["total"]["processed"] - batch["processed"] + done - partial, done - partial
+        return ResumePoint(ended, plateaus_left=epoch_ended and is_open)
+    if not no_batches_left:
+        done -= done % accumulated  # the gradients of these batches are not saved
+    after_batch_left = 0 < done == ready and not epoch_ended
+    batch_open = after_batch_left and batch["completed"] < done
+    validation = loops["epoch_loop.val_loop.batch_progress"]
+    validated = validation["current"]["completed"] == validation["current"]["ready"] > 0
+    validated = validated and validation["is_last_batch"] and broken_off != "validation"
+    return ResumePoint(
         # A limit or a request has ended an epoch that has batches left; Lightning counts it as a whole one.
-        rest_open = 0 < done == ready and not epoch_ended
-        batch_open = rest_open and batch["completed"] < done
-        number, end_again = ended - epoch_ended, broken_off == "epoch"
-        point = ResumePoint(number, True, done, no_batches_left, batch_open, rest_open, end_again=end_again)
-    _set(epochs["total"], point.epoch)
-    _set(epochs["current"], point.epoch)
+        epoch=ended - epoch_ended,
+        begun=True,
+        batches=done,
+        no_batches_left=no_batches_left,
+        batch_open=batch_open,
+        after_batch_left=after_batch_left,
+        validation_left=after_batch_left and (batch_open or not validated),
+        end_again=broken_off == "epoch",
+    )
+
+
+def settle_counters(loops: dict[str, Any], point: ResumePoint) -> None:
+    """Set the counters of a fit's loops, as they were saved, to where it goes on."""
+    epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
+    validation = loops["epoch_loop.val_loop.batch_progress"]
+    _set_all(point.epoch, epochs["total"], epochs["current"])
+    repeated = batches["current"]["processed"] - point.batches if point.begun else 0
+    _set_all(batches["total"]["processed"] - repeated, batches["total"])
+    _set_all(point.batches, batches["current"])
+    batches["is_last_batch"] = point.no_batches_left
+    _set_all(0, validation["total"], validation["current"])
+    validation["is_last_batch"] = False
     if point.begun:
         for counters in (epochs["total"], epochs["current"]):
             counters["ready"] = counters["started"] = point.epoch + 1
-    _set(batches["total"], total)
-    _set(batches["current"], done)
-    batches["is_last_batch"] = point.no_batches_left
-    seen = validation["current"]
-    is_over = validation["is_last_batch"] and seen["completed"] == seen["ready"] > 0
-    is_over = is_over and broken_off != "validation"
-    _set(validation["total"], 0)
-    _set(validation["current"], 0)
-    validation["is_last_batch"] = False
-    # So that Lightning knows that it is still to be done.
-    if point.rest_open and (point.batch_open or not is_over):
+    if point.validation_left:  # Lightning then knows that it is still to be done
         validation["total"]["ready"] = validation["total"]["started"] = 1
-    return point
 
 
-def _set(counters: dict[str, int], value: int) -> None:
-    counters.update(dict.fromkeys(("ready", "started", "processed", "completed"), value))
+def _set_all(value: int, *counters: dict[str, int]) -> None:
+    for one in counters:
+        one.update(dict.fromkeys(("ready", "started", "processed", "completed"), value))
 
 
 def begin_again(trainer: Any, point: ResumePoint, seen: int) -> None:
     """Do what is left of a batch or an epoch before the fit loop goes on."""
-    # `seen`: batches that the loaders leave out; perhaps fewer or more than on another number of ranks.
+    # `seen`: `point.seen`, unless the number of ranks has changed.
     # Lightning knows two places in an epoch from which a fit goes on, and a checkpoint can be made in any.
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     done = trainer.num_training_batches if point.no_batches_left else seen
     if point.begun and done != math.inf:
-        _set(vars(loop.batch_progress.current), done)
+        _set_all(done, vars(loop.batch_progress.current))
     if not point.batches:
-        if point.epoch_open:
+        if point.plateaus_left:
             _step_plateaus(trainer, point.epoch)
         # With `max_steps` Lightning takes the epoch that begins for one to be continued.
         loop.restarting = False
@@ -124,7 +134,7 @@ def begin_again(trainer: Any, point: ResumePoint, seen: int) -> None:
         loop._batches_that_stepped -= 1
     if point.batch_open and not validates:
         loop.on_advance_end(fetcher)
-    elif validates and not point.rest_open:
+    elif validates and not point.after_batch_left:
         # Lightning would take the batch that is done for one whose validation has just ended.
         def validated(fetcher: Any) -> bool:
             del loop._should_check_val_fx  # asked once, before the first batch
