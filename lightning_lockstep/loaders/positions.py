@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from lightning_lockstep._lightning import _set_sampler_epoch, sized_len
 from lightning_lockstep.distributed import current_communicator
@@ -32,6 +32,7 @@ from lightning_lockstep.loaders.global_order import (
     since_begin,
 )
 from lightning_lockstep.loaders.resume_point import ResumePoint
+from lightning_lockstep.loaders.streams import is_plain_loader
 from lightning_lockstep.steps.patching import STATEFUL, LoaderAround, batch_size_of, do_nothing, loader_with
 from lightning_lockstep.steps.snapshot import (
     kept_generators,
@@ -49,8 +50,7 @@ def with_position(loader: Any, trainer: Any) -> Any:
         if all(hasattr(loader, name) for name in STATEFUL):
             return loader
         batches, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
-        loads = getattr(type(loader), "__iter__", None) is DataLoader.__iter__
-        if loads and batches is not None and not isinstance(dataset, IterableDataset):
+        if is_plain_loader(loader) and batches is not None and not isinstance(dataset, IterableDataset):
             loader = loader_with(loader, batch_sampler=SkipsSeen(batches, trainer))
         else:
             loader = SkipsSeen(loader, trainer)
@@ -89,18 +89,19 @@ def of_all_ranks(record: Record) -> Record:
 def go_on(loader: Any, record: Record, point: ResumePoint, accumulated: int | None) -> tuple[int, bool]:
     """Let a loader go on; return after how many batches, and whether this is certainly the next sample."""
     # `accumulated`: micro-batches of an optimizer step. None: there are other loaders, whose counts must stay equal.
-    position, knows_samples = position_of(loader), bool(record.get("units"))
+    position = position_of(loader)
+    of_samples = bool(record.get("units"))  # whether the loader of the checkpoint was divided by samples
     if isinstance(position, GlobalBatches):
-        return position.go_on(record if knows_samples else {}, point, accumulated)
+        return position.go_on(record if of_samples else {}, point, accumulated)
     if position is not None:
         # Workers ask for their first batches as soon as the iterator is made, before Lightning does this.
         _set_sampler_epoch(loader, point.epoch)
-        is_drawn = point.within_epoch and not knows_samples
+        is_drawn = point.within_epoch and not of_samples
         position.resumes_at = point.seen, record.get("drawn_from") if is_drawn else None
     elif "own" in record:
         loader.load_state_dict(record["own"])
-    is_same = "samples" in record and record["samples"] == batch_size_of(loader)
-    return point.seen, is_same and not knows_samples
+    is_sure = not of_samples and "samples" in record and record["samples"] == batch_size_of(loader)
+    return point.seen, is_sure
 
 
 class SkipsSeen(LoaderAround):

@@ -37,11 +37,17 @@ def shared_stream(
 ) -> Any:
     """Return a loader that gives this rank its part of a stream, or the loader itself."""
     # `ahead`: how many batches are read before the first of them is given, so that the sizes of all these are known.
-    reads = getattr(type(loader), "__iter__", None) is DataLoader.__iter__
-    if not reads or not isinstance(loader.dataset, IterableDataset) or divides_itself(loader.dataset):
+    if not is_plain_loader(loader) or not isinstance(loader.dataset, IterableDataset):
+        return loader
+    if divides_itself(loader.dataset):
         return loader
     parts = StreamParts(loader, rank, ranks, trains=trains)
     return SharedStream(_reading(loader, parts), loader, parts, ahead)
+
+
+def is_plain_loader(loader: Any) -> bool:
+    """Return whether a loader gives its batches as a DataLoader does."""
+    return getattr(type(loader), "__iter__", None) is DataLoader.__iter__
 
 
 def divides_itself(dataset: Any) -> bool:
@@ -73,7 +79,7 @@ class SharedStream(LoaderAround):
 
     def __len__(self) -> int:
         parts = self.batch_sampler
-        count = -(-(len(self.dataset) // parts.multiple * parts.multiple) // parts.whole)
+        count = -(-(len(self.dataset) // parts.multiple * parts.multiple) // parts.global_batch)
         return int(count - self._surplus(count))
 
     def _surplus(self, count: int) -> int:
@@ -81,15 +87,15 @@ class SharedStream(LoaderAround):
         return count % max(self._ahead(), 1) if self.drop_last else 0
 
     def __iter__(self) -> Iterator[Any]:
-        parts, read = self.batch_sampler, deque[Any]()
+        parts, ready = self.batch_sampler, deque[Any]()
         parts.totals, parts.ended = [], False
         for total, batch in self._loader:
             parts.totals.append(total)
-            read.append(batch)
-            while len(read) >= max(self._ahead(), 1):
-                yield read.popleft()
+            ready.append(batch)
+            while len(ready) >= max(self._ahead(), 1):
+                yield ready.popleft()
         parts.ended = True
-        yield from itertools.islice(read, len(read) - self._surplus(len(parts.totals)))
+        yield from itertools.islice(ready, len(ready) - self._surplus(len(parts.totals)))
 
 
 class StreamParts(IterableDataset[Any]):
@@ -99,10 +105,11 @@ class StreamParts(IterableDataset[Any]):
     # sampler. The size of a batch is exact once it was read; until then it counts as full, or as empty after the end.
 
     def __init__(self, loader: DataLoader[Any], rank: int, ranks: int, *, trains: bool) -> None:
-        self.dataset, self.whole = loader.dataset, (loader.batch_size or 1) * ranks
+        self.dataset = loader.dataset
+        self.global_batch = (loader.batch_size or 1) * ranks  # [samples]
         self._rank, self._ranks = rank, ranks
         # What does not fill a global batch is dropped, in an evaluation what fills no batch of one process.
-        size = self.whole if trains else loader.batch_size or 1
+        size = self.global_batch if trains else loader.batch_size or 1
         self.multiple = size if loader.drop_last else 1
         self._collate, self._makes_batches = loader.collate_fn, loader.batch_size is not None
         self.seed = seed_of_run()
@@ -122,7 +129,7 @@ class StreamParts(IterableDataset[Any]):
 
     def sizes(self, number: int) -> tuple[int, int]:
         """Return how many samples of batch ``number`` are this rank's, and all ranks'."""
-        unread = 0 if self.ended else self.whole
+        unread = 0 if self.ended else self.global_batch
         total = self.totals[number] if number < len(self.totals) else unread
         return len(range(self._rank, total, self._ranks)), total
 
@@ -133,7 +140,7 @@ class StreamParts(IterableDataset[Any]):
 
     def compared(self) -> dict[str, Any]:
         """Return what all ranks must have alike, by what it is called."""
-        return {"kind": "a stream", "samples of a global batch": self.whole}
+        return {"kind": "a stream", "samples of a global batch": self.global_batch}
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         """Yield the parts that are this worker's turn."""
@@ -141,7 +148,7 @@ class StreamParts(IterableDataset[Any]):
         turn, turns = (0, 1) if info is None else (info.id, info.num_workers)
         stream = _WholeStream(self.dataset, epoch, (self.seed + epoch) % 2**32)
         for number in itertools.count():
-            batch = stream.read(self.whole)
+            batch = stream.read(self.global_batch)
             batch = batch[: len(batch) // self.multiple * self.multiple]
             if not batch:
                 return
@@ -178,8 +185,8 @@ def _as_only_worker(dataset: Any, seed: int) -> AbstractContextManager[None]:
     # Only a private name sets what it returns.
     holder: Any = torch.utils.data._utils.worker
     info = holder._worker_info
-    alone = info and type(info)(id=0, num_workers=1, seed=seed, dataset=dataset)
-    return replaced(holder, _worker_info=alone)
+    single_worker = info and type(info)(id=0, num_workers=1, seed=seed, dataset=dataset)
+    return replaced(holder, _worker_info=single_worker)
 
 
 def _begin_worker(begin: Callable[[int], None], number: int) -> None:
