@@ -56,7 +56,8 @@ class Counting:
         self._kept: list[Any] = []  # of a padding batch
         self._numbers = Counter[int]()  # batches of each loader in this evaluation
         self._begins = True  # whether the next training batch is the first one of its epoch here
-        self._epoch, self._gathers, self._combined = "", 0, set[str]()
+        # Of the gathers of this epoch: their topic, how many there were, and what is combined.
+        self._topic, self._gathers, self._combined = "", 0, set[str]()
         self._reduction: Callable[..., Any] | None = None
         self._warned = False  # of a gather of uneven parts
 
@@ -95,10 +96,10 @@ class Counting:
             number = self._numbers[index]
             self._numbers[index] += 1
         self.sizes = samples_of_batch(trainer._active_loop, number, index)
-        self._see_padding()
+        self._keep_state()
 
-    def _see_padding(self) -> None:
-        """Keep what a padding batch may change."""
+    def _keep_state(self) -> None:
+        """Keep what the batch may change, if it is padding."""
         # In training the module is restored after its step, and keeps what callbacks do for each optimizer step.
         trainer, self._kept = self.trainer, []
         is_padding = trainer.strategy.is_padding_batch() if trainer.training else self.is_padding
@@ -147,7 +148,7 @@ class Counting:
         seen = getattr(loop._combined_loader.flattened[dataloader].batch_sampler, "seen_batch_indices", None)
         if seen:
             seen[number] = []  # a BasePredictionWriter gets them
-        self._see_padding()
+        self._keep_state()
         step(*args)
         self._put_back()
         for one, length in zip(lists, lengths, strict=True):
@@ -212,7 +213,7 @@ class Counting:
 
     def _begin(self, what: str) -> None:
         attempt = attempt_on(current_communicator().side_channel)
-        self._epoch, self._gathers, self._combined = what and attempt.topic(what), 0, set()
+        self._topic, self._gathers, self._combined = what and attempt.topic(what), 0, set()
 
     def epoch_end_reached(self, reached: Callable[[], None]) -> None:
         self.sizes = None
@@ -233,10 +234,10 @@ class Counting:
         """Combine what was logged for a loader, or outside loaders at the end. Ranks: all, together."""
         # Every rank gathers once for each loader and once at the end, even if a loader has given it no batch.
         results, combined = loop._results, getattr(loop, "_combined_loader", None)
-        number = len(combined.flattened) if combined is not None and combined._mode == "sequential" else 1
-        until = number + 1 if ended else (results.dataloader_idx or 0) + 1
+        loaders = len(combined.flattened) if combined is not None and combined._mode == "sequential" else 1
+        until = loaders + 1 if ended else (results.dataloader_idx or 0) + 1
         while self._gathers < until:
-            self._combine(results, self._gathers if self._gathers < number > 1 else None)
+            self._combine(results, self._gathers if self._gathers < loaders > 1 else None)
             self._gathers += 1
 
     def _combine(self, results: Any, index: int | None) -> None:
@@ -245,7 +246,7 @@ class Counting:
         gather = current_communicator().side_channel.get_or_create(_gather)
         gather.timeout = self._timeout
         found = gather.collect(
-            f"{self._epoch}.{self._gathers}", {key: _Logged.of(one) for key, one in own.items()}
+            f"{self._topic}.{self._gathers}", {key: _Logged.of(one) for key, one in own.items()}
         )
         logged = defaultdict[str, list[_Logged]](list)
         for of_rank in found.complete("What a rank has logged in an epoch"):
@@ -369,6 +370,9 @@ class _Logged(NamedTuple):
         return value.to(max(dtypes, key=lambda dtype: dtype.itemsize))
 
 
+_NOTHING = object()  # stands for an element that a shorter list does not have
+
+
 def _with_whole_lists(metric: Metric, sync: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Gather a metric's states, as whole lists if their lengths differ between ranks. Ranks: all, together."""
     own = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
@@ -385,6 +389,3 @@ def _with_whole_lists(metric: Metric, sync: Callable[..., None], *args: Any, **k
         in_turn = chain.from_iterable(zip_longest(*(one[name] for one in of_ranks), fillvalue=_NOTHING))
         whole = [element for element in in_turn if element is not _NOTHING]
         setattr(metric, name, move_data_to_device(whole, metric.device))
-
-
-_NOTHING = object()
