@@ -20,8 +20,8 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep._trainer import divides_data
 from lightning_lockstep.errors import BatchSizeError
-from lightning_lockstep.loaders.global_order import generators_of
 from lightning_lockstep.steps.patching import loader_with
+from lightning_lockstep.steps.snapshot import generators_of
 
 # -- The error of a search that cannot begin --
 

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy
 import torch
@@ -36,10 +36,10 @@ from torch.utils.data import (
 
 from lightning_lockstep._lightning import _IndexBatchSamplerWrapper, sized_len
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.loaders.resume_point import ResumePoint
+from lightning_lockstep.loaders.resume_point import ResumePoint, since_begin
 from lightning_lockstep.steps.patching import loader_with
 from lightning_lockstep.steps.sample_numbers import BatchPlace
-from lightning_lockstep.steps.snapshot import kept_generators, mixed, seed_generators
+from lightning_lockstep.steps.snapshot import generators_of, kept_generators, mixed, seed_generators
 
 # -- What kind a loader is --
 
@@ -95,7 +95,7 @@ def drawn(sampler: Any, most: int) -> Order:
     if type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement:
         return _permutations(len(sampler.data_source), len(sampler))
     items, chunks = iter(sampler), list[Any]()
-    declared = sized_len(sampler)
+    declared = sized_len(sampler)  # a DataLoader is not asked for more than its length
     while chunk := list(islice(items, 65_536)):
         chunks.append(numpy.array(chunk) if set(map(type, chunk)) == {int} else chunk)
         if declared is None and sum(map(len, chunks)) > most:
@@ -105,10 +105,8 @@ def drawn(sampler: Any, most: int) -> Order:
                 " Trainer(use_distributed_sampler=False)."
             )
     if chunks and all(isinstance(chunk, numpy.ndarray) for chunk in chunks):
-        order: Order = numpy.concatenate(chunks)
-    else:
-        order = [item for chunk in chunks for item in _listed(chunk)]
-    return order[:declared]  # a DataLoader is not asked for more than its length
+        return numpy.concatenate(chunks)[:declared]
+    return [item for chunk in chunks for item in _listed(chunk)][:declared]
 
 
 def _permutations(samples: int, count: int) -> Order:
@@ -197,39 +195,45 @@ class SeededBatches(Dataset[Any]):
 # -- A rank's part of it --
 
 
-class GlobalBatches(Sampler[Any]):
-    """Gives a rank its part of each global batch of an epoch."""
+class _Start(NamedTuple):
+    epoch: int
+    drawn_from: Sequence[Any] = ()  # states of the sampler's generators from which its order is drawn
+    unit: int = 0  # how many units were seen
+    batches: int = 0  # how many batches were seen
 
-    # A unit is what `source` gives: a sample, or a batch or an item that stays whole.
+
+class GlobalBatches(Sampler[Any]):
+    """Gives a rank its part of each global batch of an epoch, in units: samples, or whole batches or items."""
 
     def __init__(self, loader: DataLoader[Any], kind: Kind, share: Share) -> None:
         batches, ranks = asked_sampler(loader.batch_sampler), share.ranks
-        self.kind, self.source, self.epoch = kind, loader.sampler if batches is None else batches, share.epoch
-        # Of the micro-batches of an optimizer step [units of all ranks].
-        sizes: tuple[int, ...] = share.micro_batches or (ranks,)
+        self.kind, self.epoch = kind, share.epoch
         self._multiple = 1  # a multiple of this many samples is used; those left at the end are dropped
         if kind == "samples":
-            self.source, sizes = batches.sampler, share.micro_batches or (batches.batch_size * ranks,)
+            self.source: Any = batches.sampler
+            sizes = share.micro_batches or (batches.batch_size * ranks,)
             if batches.drop_last:
                 # A training epoch has whole optimizer steps, an evaluation the batches of one process, and so has a
                 # batch sampler that the program has made.
                 by_steps = share.trains and loader.batch_size is not None
                 step = sum(share.micro_batches or sizes * share.accumulated)
                 self._multiple = step if by_steps else batches.batch_size
+        else:
+            self.source = loader.sampler if batches is None else batches
+            sizes = share.micro_batches or (ranks,)
         self.batch_size = -(-max(sizes) // ranks) if kind == "samples" else None
         self.drop_last = False
         self._own, self._dataset = loader.sampler, loader.dataset
-        self._sizes, self._rank, self._ranks = sizes, share.rank, ranks
-        self._by_sample, self._accumulated = share.by_sample, max(len(sizes), share.accumulated)
+        self._sizes = sizes  # of the micro-batches of an optimizer step [units of all ranks]
+        self._rank, self._ranks, self._by_sample = share.rank, ranks, share.by_sample
+        self._accumulated = max(len(sizes), share.accumulated)
         self._seed = seed_of_run()
         self._order: Order = []
         self._bounds: NDArray[Any] = numpy.zeros(1, numpy.int64)  # where each micro-batch begins, and the end
         self.drawn_for = -1  # the epoch of the order
+        self.drawn_from: list[Any] = []  # states of the sampler's generators when the order was drawn
         self._is_new = False  # whether it was drawn, and not given yet
-        # States of the sampler's generators when the order was drawn, and of one to resume: (epoch, states, unit seen
-        # and batches seen).
-        self.drawn_from: list[Any] = []
-        self._resumed: tuple[int, list[Any] | None, int, int] | None = None
+        self._resumes_at = _Start(-1)  # of no epoch
 
     @property
     def sampler(self) -> GlobalBatches:
@@ -245,13 +249,17 @@ class GlobalBatches(Sampler[Any]):
         if inner is not self._own and set_epoch is not None:
             set_epoch(epoch)  # Lightning calls that of the loader's own sampler
 
+    @property
+    def _start(self) -> _Start:
+        """Where this epoch begins: at its first unit, or where a resumed run goes on."""
+        return self._resumes_at if self._resumes_at.epoch == self.epoch else _Start(self.epoch)
+
     def draw(self) -> None:
         """Draw the order of the epoch, unless that is done."""
         if self._is_new:
             return
-        resumed = self._resumed if self._resumed and self._resumed[0] == self.epoch else None
-        generators = generators_of(self.source)
-        for generator, state in zip(generators, (resumed and resumed[1]) or (), strict=False):
+        start, generators = self._start, generators_of(self.source)
+        for generator, state in zip(generators, start.drawn_from, strict=False):
             generator.set_state(state)
         self.drawn_from = [generator.get_state() for generator in generators]
         most = _TOO_MANY * (sized_len(self._dataset) or 0) + 1_000_000
@@ -260,7 +268,7 @@ class GlobalBatches(Sampler[Any]):
             self._order = drawn(self.source, most)
         self._order = self._order[: len(self._order) // self._multiple * self._multiple]
         self._is_new, self.drawn_for = True, self.epoch
-        self._divide(*(resumed[2:] if resumed else (0, 0)))
+        self._divide(start.unit, start.batches)
 
     def _divide(self, seen: int, batches: int) -> None:
         """Divide the order after ``seen`` units into the batches that come after so many."""
@@ -273,17 +281,15 @@ class GlobalBatches(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         self.draw()
-        first = self._resumed[3] if self._resumed and self._resumed[0] == self.epoch else 0
-        return self._parts(self._order, self._bounds.tolist(), first)
+        return self._parts(self._order, self._bounds.tolist(), self._start.batches)
 
     def _parts(self, order: Order, bounds: list[int], first: int) -> Iterator[Any]:
-        # From the first batch on: a DataLoader with workers asks for an iterator that it does not use. A shorter loader
+        # Set only here, not in `__iter__`, because a DataLoader makes one iterator that it never uses. A shorter loader
         # beside a longer one begins again within an epoch, and then from its start.
-        self._is_new, self._resumed = False, None
+        self._is_new, self._resumes_at = False, _Start(-1)
         for number, (start, stop) in enumerate(pairwise(bounds[first:]), first):
-            part = _listed(order[start + self._rank : stop : self._ranks]) or _listed(
-                order[start : start + 1]
-            )
+            own = order[start + self._rank : stop : self._ranks]
+            part = _listed(own) or _listed(order[start : start + 1])
             part = part if self.kind == "samples" else part[0]
             if self._by_sample:
                 part = PlacedBatch([part] if self.kind == "items" else part, self.place(number))
@@ -355,16 +361,15 @@ class GlobalBatches(Sampler[Any]):
         return batches, is_same
 
     def go_on_at(self, unit: int, epoch: int, drawn_from: list[Any] | None, accumulated: int) -> int:
-        """Resume an epoch of which ``unit`` units were seen, and return the number of its next batch."""
-        # It begins an optimizer step.
+        """Resume an epoch after ``unit`` units; return the number of its next batch, which begins an optimizer step."""
         self.set_epoch(epoch)
-        self._resumed = epoch, drawn_from, 0, 0
+        self._resumes_at = _Start(epoch, drawn_from or ())
         # A sampler that counts how often it was asked is asked once for an epoch.
         self._is_new = self._is_new and not drawn_from
         self.draw()
         rest = len(bounds(len(self._order) - unit, self._sizes)) - 1
         batches = max(len(self) - rest, 0) // accumulated * accumulated
-        self._resumed = epoch, self.drawn_from, unit, batches
+        self._resumes_at = _Start(epoch, self.drawn_from, unit, batches)
         self._divide(unit, batches)
         return batches
 
@@ -394,27 +399,6 @@ def _subset_checksum(dataset: Any) -> str | None:
         sums.append(checksum(numpy.asarray(dataset.indices)))
         dataset = dataset.dataset
     return " of ".join(f"{one:08x}" for one in sums) or None
-
-
-def since_begin(batches: int, length: int | None) -> int:
-    """Return how many batches a loader has given since it began; next to a longer one it begins several times."""
-    return (batches - 1) % length + 1 if batches and length else batches
-
-
-def generators_of(*holders: Any) -> list[torch.Generator]:
-    """Return the generators of loaders and samplers, and of what they ask."""
-    found, seen, asked = (
-        list[torch.Generator](),
-        list(holders),
-        ("source", "_loader", "sampler", "batch_sampler"),
-    )
-    for holder in seen:  # the list grows during the loop
-        for name, value in getattr(holder, "__dict__", {}).items():
-            into: list[Any] | None = found if isinstance(value, torch.Generator) else None
-            into = seen if isinstance(value, (Sampler, IterableDataset)) or name in asked else into
-            if into is not None and not any(value is one for one in into):
-                into.append(value)
-    return found
 
 
 # -- Dividing a loader --

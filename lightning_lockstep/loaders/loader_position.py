@@ -20,11 +20,11 @@ from lightning_lockstep._lightning import Callback, CombinedLoader, TrainerFn, s
 from lightning_lockstep._text import counted
 from lightning_lockstep._trainer import asks_for_training_loader, limited_batches
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.loaders.global_order import GlobalBatches, Share, divided, generators_of, parts_of
+from lightning_lockstep.loaders.global_order import GlobalBatches, Share, divided, parts_of
 from lightning_lockstep.loaders.positions import Record, go_on, of_all_ranks, record_of, with_position
 from lightning_lockstep.loaders.resume_point import ResumePoint, begin_again, point_of, settle_counters
 from lightning_lockstep.steps.patching import batch_size_of, put_in_place
-from lightning_lockstep.steps.snapshot import gpu_state, set_gpu_state, set_random_states
+from lightning_lockstep.steps.snapshot import generators_of, gpu_state, set_gpu_state, set_random_states
 
 _log = logging.getLogger(__name__)
 _KEY = "lockstep_loader_position"

@@ -24,17 +24,12 @@ from torch.utils.data import IterableDataset
 
 from lightning_lockstep._lightning import _set_sampler_epoch, sized_len
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.loaders.global_order import (
-    GlobalBatches,
-    generators_of,
-    parts_of,
-    seed_of_run,
-    since_begin,
-)
-from lightning_lockstep.loaders.resume_point import ResumePoint
+from lightning_lockstep.loaders.global_order import GlobalBatches, parts_of, seed_of_run
+from lightning_lockstep.loaders.resume_point import ResumePoint, since_begin
 from lightning_lockstep.loaders.streams import is_plain_loader
 from lightning_lockstep.steps.patching import STATEFUL, LoaderAround, batch_size_of, do_nothing, loader_with
 from lightning_lockstep.steps.snapshot import (
+    generators_of,
     kept_generators,
     random_states,
     seed_generators,

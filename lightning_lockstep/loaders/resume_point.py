@@ -54,6 +54,11 @@ class ResumePoint:
         return self.batches if self.within_epoch else 0
 
 
+def since_begin(batches: int, length: int | None) -> int:
+    """Return how many batches a loader has given since it began; next to a longer one it begins several times."""
+    return (batches - 1) % length + 1 if batches and length else batches
+
+
 def point_of(
     loops: dict[str, Any], accumulated: int, broken_off: Literal["step", "validation", "epoch"] | None = None
 ) -> ResumePoint:

@@ -17,6 +17,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import IterableDataset, Sampler
 
 # -- Global random generators, seeded by whole numbers that a hash makes of others, and left as they were --
 
@@ -103,6 +104,21 @@ def set_gpu_state(state: Any) -> None:
 
 
 # -- The state of every random number generator that a training step may draw from --
+
+# Attributes of a loader, or of a sampler, that hold what it asks.
+_ASKED = "source", "_loader", "sampler", "batch_sampler"
+
+
+def generators_of(*holders: Any) -> list[torch.Generator]:
+    """Return the generators of loaders and samplers, and of what they ask."""
+    found, seen = list[torch.Generator](), list(holders)
+    for holder in seen:  # the list grows during the loop
+        for name, value in getattr(holder, "__dict__", {}).items():
+            into: list[Any] | None = found if isinstance(value, torch.Generator) else None
+            into = seen if isinstance(value, (Sampler, IterableDataset)) or name in _ASKED else into
+            if into is not None and not any(value is one for one in into):
+                into.append(value)
+    return found
 
 
 def _states(others: Iterable[torch.Generator]) -> list[Any]:
