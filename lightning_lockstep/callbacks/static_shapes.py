@@ -46,10 +46,8 @@ def padded(batch: Any, shapes: StaticShapes, size: int = 0) -> Any:
             tensor = _longer(tensor, 0, size, shapes.ignored.get(key))
         return tensor
 
-    made = {
-        key: apply_to_collection(value, Tensor, partial(of_tensor, key))
-        for key, value in parts(batch).items()
-    }
+    items = parts(batch).items()
+    made = {key: apply_to_collection(value, Tensor, partial(of_tensor, key)) for key, value in items}
     if isinstance(batch, MutableMapping):
         changed = copy.copy(batch)
         changed.update(made)
@@ -107,10 +105,8 @@ class LateBatch(NamedTuple):
     before: Shapes  # of the stage's batch before it
 
     def line(self) -> str:
-        text = (
-            f"{self.stage} batch {self.batch_idx} (step {self.step}) compiled {counted(self.graphs, 'graph')}"
-        )
-        text += f" in {self.seconds:.1f} s"
+        compiled = f"compiled {counted(self.graphs, 'graph')} in {self.seconds:.1f} s"
+        text = f"{self.stage} batch {self.batch_idx} (step {self.step}) {compiled}"
         if self.shapes == self.before:
             return f"{text}, with the shapes of the batch before it; for torch.compile, TORCH_LOGS=recompiles says why"
         now, before = (", ".join(map(str, shapes)) or "none" for shapes in (self.shapes, self.before))
@@ -182,9 +178,8 @@ class StaticShapes(EndsWithRun):
             has_values = isinstance(given, Mapping) and all(
                 isinstance(key, (str, int)) and is_number(value) for key, value in given.items()
             )
-            faults.check(
-                given is None or has_values, name, given, "a value for each key, such as {'labels': -100}"
-            )
+            expected = "a value for each key, such as {'labels': -100}"
+            faults.check(given is None or has_values, name, given, expected)
         if bool(lengths) != bool(pad_values) and not (lengths and ignored):
             faults.add(
                 f"lengths={lengths!r} with pad_values={pad_values!r}: expected both or neither: lengths to pad to, and"
@@ -264,9 +259,8 @@ class StaticShapes(EndsWithRun):
         self._begin_padding(trainer)
         loaders = self._checked_loaders(trainer, "training")
         self._training_size = batch_size_of(loaders[0])
-        norms = [
-            name for name, one in pl_module.named_modules() if isinstance(one, _BATCH_NORMS) and one.training
-        ]
+        modules = pl_module.named_modules()
+        norms = [name for name, one in modules if isinstance(one, _BATCH_NORMS) and one.training]
         if norms and self.batch_size is not None and not getattr(loaders[0], "drop_last", False):
             raise ConfigurationError(
                 f"StaticShapes(batch_size={self.batch_size!r}) with batch normalisation ({', '.join(norms[:3])}):"

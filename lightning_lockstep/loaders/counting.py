@@ -245,9 +245,8 @@ class Counting:
         own = {key: one for key, one in results.items() if key not in self._combined and _is_of(one, index)}
         gather = current_communicator().side_channel.get_or_create(_gather)
         gather.timeout = self._timeout
-        found = gather.collect(
-            f"{self._topic}.{self._gathers}", {key: _Logged.of(one) for key, one in own.items()}
-        )
+        values = {key: _Logged.of(one) for key, one in own.items()}
+        found = gather.collect(f"{self._topic}.{self._gathers}", values)
         logged = defaultdict[str, list[_Logged]](list)
         for of_rank in found.complete("What a rank has logged in an epoch"):
             for key, value in of_rank.items():
@@ -277,12 +276,9 @@ class Counting:
         return list({id(one): one for one in inner if isinstance(one, kinds)}.values())
 
     def whole_lists(self) -> None:
-        for metric in self.metrics():
-            if (
-                isinstance(metric, Metric)
-                and metric.process_group is None
-                and "_sync_dist" not in vars(metric)
-            ):
+        own = (one for one in self.metrics() if isinstance(one, Metric) and one.process_group is None)
+        for metric in own:
+            if "_sync_dist" not in vars(metric):
                 put_in_place(metric, "_sync_dist", partial(_with_whole_lists, metric, metric._sync_dist))
 
 

@@ -162,9 +162,8 @@ class StepWeights:
         first = number // accumulated * accumulated
         if self._window[0] != first or trainer.num_training_batches == math.inf:
             end = min(first + accumulated, trainer.num_training_batches)
-            window = (
-                mine if i == number else samples_of_batch(trainer.fit_loop, i) for i in range(first, int(end))
-            )
+            numbers = range(first, int(end))
+            window = (mine if i == number else samples_of_batch(trainer.fit_loop, i) for i in numbers)
             self._window = first, sum(one[1] for one in window if one is not None)
         return float(mine[0] * ranks * accumulated / (self._window[1] or mine[1]))
 

@@ -80,9 +80,8 @@ class BadStepDiagnosis:
         if missing and not hasattr(strategy, "engine_gradients"):
             report.notes.append(f"Not replayed: on {type(strategy).__name__}, {missing[0]}.")
             return report
-        recorder = (
-            self._replay_together(record) if is_divided(self.trainer) else self._replay(record, alone=True)
-        )
+        together = is_divided(self.trainer)
+        recorder = self._replay_together(record) if together else self._replay(record, alone=True)
         if recorder.alone and self._only_together(recorder):
             recorder = self._replay(record, alone=False)
         report.notes += self._notes(recorder, record)

@@ -189,9 +189,8 @@ class FrameRecorder:
             for module in self.root.modules():
                 if self.settings.watched.match(self.names[module]):
                     handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-                    handles.append(
-                        module.register_forward_hook(self._leave, with_kwargs=True, prepend=self.divided)
-                    )
+                    leave = module.register_forward_hook(self._leave, with_kwargs=True, prepend=self.divided)
+                    handles.append(leave)
                 if self._gradients:
                     own = module.named_parameters(recurse=False)
                     handles += self._watch(self.names[module], module, "grad ", own)
@@ -277,9 +276,8 @@ class FrameRecorder:
         if self._in_backward:
             return
         where, module, found = self._stack[-1] if self._stack else ("", self.root, [])
-        value = Value(
-            f"detect_overflow({name!r})", statistics, allowed=self.settings.allowed.match(f"{where}.{name}")
-        )
+        allowed = self.settings.allowed.match(f"{where}.{name}")
+        value = Value(f"detect_overflow({name!r})", statistics, allowed=allowed)
         found.append(value)
         if value.bad and self.producer is None:
             self.producer = _producer("spot", where, type(module).__name__, [value])

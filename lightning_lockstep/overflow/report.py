@@ -209,9 +209,8 @@ class ReportPublisher:
 
     def publish(self, report: RankReport, why: str) -> str:
         """Print and write the reports of a hit that all know of; return the error's text, the same on all."""
-        gathered = self.collect(
-            {"head": report.head(), "origin": report.clean is False, "occasion": asdict(report.occasion)}
-        )
+        own = {"head": report.head(), "origin": report.clean is False, "occasion": asdict(report.occasion)}
+        gathered = self.collect(own)
         missing = {rank: f"rank {rank}: no report within {gathered.timeout:g} s" for rank in gathered.missing}
         heads = {rank: entry["head"] for rank, entry in gathered.entries.items()} | missing
         # With accumulated gradients, or several steps since the last look, ranks may name different batches: the

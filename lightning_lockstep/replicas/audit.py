@@ -88,10 +88,8 @@ class Audit:
                 lambda: (self._computed(packed), self._computed(received)), (own, other)
             )
         told = self._told(trouble, (weights, own.fold, other.fold))
-        if told is None:
-            return ""
-        if len({of_rank[0] for of_rank in told}) > 1:
-            return ""  # the next check says which weights differ
+        if told is None or len({of_rank[0] for of_rank in told}) > 1:
+            return ""  # if the weights differ, the next check says which
         pairs = [(told[r][1], told[(r + 1) % size][2]) for r in range(size)]
         owner = next((r for r, (its_own, other_one) in enumerate(pairs) if its_own != other_one), None)
         if owner is None:
@@ -231,13 +229,12 @@ def _report(verdict: Verdict, owner: int, rows: Sequence[tuple[str, str, str]]) 
     if wrong:
         who, verb = ranks_in_words(wrong), "computes" if len(wrong) == 1 else "compute"
         places = listed([rows[rank][0] for rank in wrong], 4)
-        first, device = (
-            f"{who} (host {places}) {verb} other values than the other ranks",
-            f"The device of {who}",
-        )
+        first = f"{who} (host {places}) {verb} other values than the other ranks"
+        device = f"The device of {who}"
     else:
         who = listed([ranks_in_words(group) for group in verdict.groups], 4)
-        first, device = f"{who} compute different values, and no majority agrees", "A device of theirs"
+        first = f"{who} compute different values, and no majority agrees"
+        device = "A device of theirs"
     return (
         f"{first}: a batch of rank {owner}, run again with the same weights, buffers and random numbers, gave another"
         f" loss or other gradients\n\n{table}\n\nLikely reasons:\n  1. {device} computes wrongly: test or replace it."

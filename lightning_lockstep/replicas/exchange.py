@@ -315,9 +315,8 @@ class Comparison:
             text += f" Seen in the last batches up to batch {count} of this fit."
             wrong.append(Question(count, self._good, data=text))
         # First what is whole on all ranks.
-        wrong += [
-            Question(count, self._good, parts_of(folds[held])[:_ASKED], held) for held in differing[:_ASKED]
-        ]
+        asked = ((held, parts_of(folds[held])[:_ASKED]) for held in differing[:_ASKED])
+        wrong += [Question(count, self._good, groups, held) for held, groups in asked]
         if wrong:
             if not self._questions:
                 self._agreement.request("replicas differ", kind="replica")

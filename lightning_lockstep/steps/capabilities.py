@@ -79,9 +79,8 @@ class StepGradients:
     This is about gradients that autograd leaves in ``.grad``. A subclass is about those of an engine.
     """
 
-    divided = (
-        False  # whether this rank holds only a part of the gradients, or of what the engine knows of them
-    )
+    #: Whether this rank holds only a part of the gradients, or of what the engine knows of them.
+    divided = False
 
     def __init__(self, module: nn.Module, precision: Any) -> None:
         self._module, self._precision = module, precision
