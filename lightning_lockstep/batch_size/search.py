@@ -120,9 +120,8 @@ class EffectiveBatch:
     def __str__(self) -> str:
         least = min(self.sizes) // self.ranks
         each = f"{least} or {self.micro_batch}" if least < self.micro_batch else f"{least}"
-        return (
-            f"{each} per rank x {self.accumulate} accumulated x {counted(self.ranks, 'rank')} = {self.total}"
-        )
+        ranks = counted(self.ranks, "rank")
+        return f"{each} per rank x {self.accumulate} accumulated x {ranks} = {self.total}"
 
 
 def plan_effective_batch(requested: int, *, ranks: int, largest: int, any_size: bool) -> EffectiveBatch:

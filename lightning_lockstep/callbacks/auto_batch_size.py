@@ -117,10 +117,9 @@ class AutoBatchSize(BatchSizeFinder, EndsWithRun):
         faults.whole("init_val", init_val)
         faults.whole("max_trials", max_trials)
         faults.whole("max_val", max_val)
-        is_right = global_batch_size in (None, "largest") or (
-            is_whole(global_batch_size) and global_batch_size >= 1
-        )
+        is_size = is_whole(global_batch_size) and global_batch_size >= 1
         expected = "samples in one optimizer step, a whole number from 1; 'largest', what fits; or None, as configured"
+        is_right = is_size or global_batch_size in (None, "largest")
         faults.check(is_right, "global_batch_size", global_batch_size, expected)
         if memory_limit is not None:
             try:
@@ -286,6 +285,5 @@ def _tell(trainer: Trainer, result: SearchResult) -> None:
         folder = folder_of_run(trainer, None if job is None else job[0])
         if folder is not None and current_communicator().is_main:
             write_report(folder / "batch_size.json", json.dumps(asdict(result), indent=2) + "\n")
-    say_on_main(
-        f"AutoBatchSize: {len(result.trials)} trials in {result.seconds:.1f} s, {result.reason}\n{numbers}"
-    )
+    trials = f"{len(result.trials)} trials in {result.seconds:.1f} s"
+    say_on_main(f"AutoBatchSize: {trials}, {result.reason}\n{numbers}")

@@ -148,9 +148,8 @@ class EffectiveBatchSize(Callback):
         for optimizer in trainer.strategy.optimizers:
             for group in optimizer.param_groups:
                 before = float(group["lr"])
-                group.update(
-                    {key: float(group[key]) * factor for key in ("lr", "initial_lr") if key in group}
-                )
+                for key in group.keys() & {"lr", "initial_lr"}:
+                    group[key] = float(group[key]) * factor
                 why = f"{self.lr_scaling} scaling: global batch {reference} -> {total}"
                 say_on_main(f"learning rate {before:g} -> {group['lr']:g} ({why})")
         for config in trainer.lr_scheduler_configs:

@@ -56,8 +56,7 @@ class Counting:
         self._kept: list[Any] = []  # of a padding batch
         self._numbers = Counter[int]()  # batches of each loader in this evaluation
         self._begins = True  # whether the next training batch is the first one of its epoch here
-        # Of the gathers of this epoch: their topic, how many there were, and what is combined.
-        self._topic, self._gathers, self._combined = "", 0, set[str]()
+        self._topic, self._gathers, self._combined = "", 0, set[str]()  # of the gathers of this epoch
         self._reduction: Callable[..., Any] | None = None
         self._warned = False  # of a gather of uneven parts
 

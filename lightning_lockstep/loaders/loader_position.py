@@ -195,8 +195,8 @@ class _Resume:
         self._asked += 1
         # An epoch that begins draws its order from the same random state as without the stop.
         _restore_generators(loader, record)
-        alone, accumulated = len(self.records) == 1, trainer.accumulate_grad_batches
-        self.batches, is_sure = go_on(loader, record, self.point, accumulated if alone else None)
+        accumulated = trainer.accumulate_grad_batches if len(self.records) == 1 else None
+        self.batches, is_sure = go_on(loader, record, self.point, accumulated)
         if self.point.within_epoch and not is_sure and self._communicator.is_main:
             _log.warning(
                 "The checkpoint does not have the position of a loader for"

@@ -27,11 +27,7 @@ class BadStepDiagnosis:
     """Finds out about a step with a bad value that all ranks know of; each method is called on all of them."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        publisher: ReportPublisher,
-        gradients: StepGradients,
+        self, trainer: Trainer, module: LightningModule, publisher: ReportPublisher, gradients: StepGradients
     ) -> None:
         self.trainer, self.module, self.publisher, self.gradients = trainer, module, publisher, gradients
         self.settings, self.communicator = publisher.settings, publisher.communicator

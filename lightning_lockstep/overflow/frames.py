@@ -177,8 +177,7 @@ class FrameRecorder:
         self._gradients = settings.gradients and not whole
         self._found = False  # whether a frame was bad
         self._stack: list[tuple[str, nn.Module, list[Value]]] = []
-        # The modules that have any, in the order in which they came.
-        self._bad_gradients: dict[str, None] = {}
+        self._bad_gradients: dict[str, None] = {}  # the modules that have any, as they came
 
     @contextmanager
     def recording(self) -> Iterator[FrameRecorder]:

@@ -23,12 +23,8 @@ SECTIONS = ("parameters", "buffers", "optimizer state")
 
 # Each rank has its own running statistics of these; those of SyncBatchNorm, which is not one of them, are shared.
 _OWN_STATISTICS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
 Named = dict[str, Tensor]
 

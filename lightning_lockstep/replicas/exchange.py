@@ -79,8 +79,7 @@ class Check:
         self._sums = {section: Checksums(named) for section, named in contents.sections().items()}
         self._held = dict(contents.held)  # by name the ranks that hold the same, of what is divided
         self._gradients = gradients
-        # What `read` finds.
-        self.numbers: dict[str, dict[str, int]] = {}
+        self.numbers: dict[str, dict[str, int]] = {}  # by section; this and the next two are set by `read`
         self.gradients: dict[str, int] = {}
         self._changed: list[str] = []
 

@@ -87,9 +87,8 @@ def _conclusion(good: int | None, suspects: Sequence[int], reasons: Sequence[str
 
 def _table(tensors: Mapping[str, Mapping[str, Parts]]) -> list[str]:
     """Return the lines that name the first tensors of each kind, with the ranks that agree."""
-    rows = [
-        (name, _in_words(parts)) for names in tensors.values() for name, parts in list(names.items())[:_NAMED]
-    ]
+    shown = (one for names in tensors.values() for one in list(names.items())[:_NAMED])
+    rows = [(name, _in_words(parts)) for name, parts in shown]
     more = [
         f"{counted(len(names) - _NAMED, 'more tensor')} of {kind}"
         for kind, names in tensors.items()
@@ -163,9 +162,8 @@ def _changed_alone(
 def _reasons(
     tensors: Mapping[str, Mapping[str, Parts]], settings: Mapping[str, Mapping[int, str]], answers: Answers
 ) -> list[str]:
-    reasons = [
-        f"{name} is {_who_has_what(values)}." for name, values in list(settings.items())[:_SETTINGS_NAMED]
-    ]
+    shown = list(settings.items())[:_SETTINGS_NAMED]
+    reasons = [f"{name} is {_who_has_what(values)}." for name, values in shown]
     steps = _steps(answers)
     if len({*steps.values()}) > 1:
         told = {rank: str([*of_rank]) for rank, of_rank in steps.items()}

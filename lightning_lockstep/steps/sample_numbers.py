@@ -214,8 +214,7 @@ class _Step:
         self._seed, self._place, self._device = seed, place, device
         self.has_samples = has_samples  # False: this rank's batch is padding
         self.in_backward = False
-        # The calls by their keys: name, and the dimension of the samples.
-        self.calls: dict[int, tuple[str, int | None]] = {}
+        self.calls: dict[int, tuple[str, int | None]] = {}  # name, and the dimension of the samples, by key
 
     @cached_property
     def keys(self) -> Tensor:

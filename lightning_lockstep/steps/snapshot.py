@@ -105,8 +105,7 @@ def set_gpu_state(state: Any) -> None:
 
 # -- The state of every random number generator that a training step may draw from --
 
-# Attributes of a loader, or of a sampler, that hold what it asks.
-_ASKED = "source", "_loader", "sampler", "batch_sampler"
+_ASKED = "source", "_loader", "sampler", "batch_sampler"  # what a loader or a sampler asks
 
 
 def generators_of(*holders: Any) -> list[torch.Generator]:

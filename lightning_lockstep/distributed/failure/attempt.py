@@ -131,9 +131,8 @@ class Attempt:
         if self._meeting is None:
             return False
         self._meeting.timeout = timeout
-        has_failed = any(number < self.number for number in self._failures)
-        met = self._meeting.collect(self.number, has_failed or renews)
-        return any(met.complete("The beginning of a run"))
+        renews = renews or any(number < self.number for number in self._failures)
+        return any(self._meeting.collect(self.number, renews).complete("The beginning of a run"))
 
     def leave(self) -> None:
         """Be over with this attempt: nothing ends this rank any more until it enters another one."""
