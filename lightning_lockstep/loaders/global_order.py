@@ -271,7 +271,7 @@ class GlobalBatches(Sampler[Any]):
         self._divide(start.unit, start.batches)
 
     def _divide(self, seen: int, batches: int) -> None:
-        """Divide the order after ``seen`` units into the batches that come after so many."""
+        """Divide the order after ``seen`` units into the batches that come after the first ``batches``."""
         rest = bounds(len(self._order) - seen, self._sizes) + seen
         self._bounds = numpy.concatenate([numpy.zeros(batches, numpy.int64), rest])
 
