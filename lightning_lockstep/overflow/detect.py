@@ -183,8 +183,8 @@ class Detection:
         # All are checked at once first: each check makes the host wait for a GPU, and nearly always nothing is bad.
         if self._gradients_are_bad(optimizer, values) if with_gradients else any_bad(values):
             gradients_bad = with_gradients and self._gradients_are_bad(optimizer)
-            bad = (step for step in steps if any(map(has_bad_values, self._values(step))))
-            origin = origin or next(bad, None)
+            bad_steps = (step for step in steps if any(map(has_bad_values, self._values(step))))
+            origin = origin or next(bad_steps, None)
         # A mean over ranks carries a nan of any rank into the gradients of all, so nothing is sent without a hit,
         # unless each rank holds only a part of the gradients or they are not looked at.
         is_bad = gradients_bad
