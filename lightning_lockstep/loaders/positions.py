@@ -85,17 +85,17 @@ def go_on(loader: Any, record: Record, point: ResumePoint, accumulated: int | No
     """Let a loader go on; return after how many batches, and whether this is certainly the next sample."""
     # `accumulated`: micro-batches of an optimizer step. None: there are other loaders, whose counts must stay equal.
     position = position_of(loader)
-    of_samples = bool(record.get("units"))  # whether the loader of the checkpoint was divided by samples
+    was_divided = bool(record.get("units"))  # whether the checkpoint has that of a divided loader
     if isinstance(position, GlobalBatches):
-        return position.go_on(record if of_samples else {}, point, accumulated)
+        return position.go_on(record if was_divided else {}, point, accumulated)
     if position is not None:
         # Workers ask for their first batches as soon as the iterator is made, before Lightning does this.
         _set_sampler_epoch(loader, point.epoch)
-        is_drawn = point.within_epoch and not of_samples
+        is_drawn = point.within_epoch and not was_divided
         position.resumes_at = point.seen, record.get("drawn_from") if is_drawn else None
     elif "own" in record:
         loader.load_state_dict(record["own"])
-    is_sure = not of_samples and "samples" in record and record["samples"] == batch_size_of(loader)
+    is_sure = not was_divided and "samples" in record and record["samples"] == batch_size_of(loader)
     return point.seen, is_sure
 
 
