@@ -244,8 +244,8 @@ class Counting:
         own = {key: one for key, one in results.items() if key not in self._combined and _is_of(one, index)}
         gather = current_communicator().side_channel.get_or_create(_gather)
         gather.timeout = self._timeout
-        values = {key: _Logged.of(one) for key, one in own.items()}
-        found = gather.collect(f"{self._topic}.{self._gathers}", values)
+        sent = {key: _Logged.of(one) for key, one in own.items()}
+        found = gather.collect(f"{self._topic}.{self._gathers}", sent)
         logged = defaultdict[str, list[_Logged]](list)
         for of_rank in found.complete("What a rank has logged in an epoch"):
             for key, value in of_rank.items():
