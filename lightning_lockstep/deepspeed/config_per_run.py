@@ -44,7 +44,7 @@ class Limit:
     def changes(self) -> dict[str, Any]:
         return {self.path: self.instead, **self.also}
 
-    def __str__(self) -> str:
+    def replacement_text(self) -> str:
         return " and ".join(f"{path}={value!r}" for path, value in self.changes.items())
 
 
@@ -55,15 +55,18 @@ def refuse_or_adapt(
     refused, adapted, lines = [], dict(config), []
     for one in (*_under_lightning(config), *(_on_a_cpu(config) if device_type == "cpu" else ())):
         if not adapt or one.instead is None:
-            how = "Remove it" if one.instead is None else f"Write {one}, as adapt=True of the strategy does"
-            refused.append(f"{one.path}={one.given!r}: {one.why}. {how}.")
+            how = f"Write {one.replacement_text()}, as adapt=True of the strategy does"
+            refused.append(
+                f"{one.path}={one.given!r}: {one.why}. {'Remove it' if one.instead is None else how}."
+            )
             continue
-        lines.append(f"{one} instead of {one.path}={one.given!r}: {one.why}.")
+        lines.append(f"{one.replacement_text()} instead of {one.path}={one.given!r}: {one.why}.")
         for path, value in one.changes.items():
             inner = adapted
             *sections, key = path.split(".")
             for name in sections:
-                inner[name] = inner = dict(section(inner, name))
+                inner[name] = dict(section(inner, name))
+                inner = inner[name]
             inner[key] = value
     if refused:
         raise ConfigurationError(refused)
@@ -84,22 +87,21 @@ def _under_lightning(config: Mapping[str, Any]) -> Iterator[Limit]:
     if section(config, "pipeline"):
         why = "DeepSpeed divides only its own PipelineModule in stages, which Lightning cannot train"
         yield Limit("pipeline", config["pipeline"], why)
+    zero = section(config, "zero_optimization")
     same_batch = "several ranks would need the same batch, and Lightning gives each rank its own"
+    no_weights = "a fit that goes on would have zeros for the weights of some ranks"
     for path, size, least, why in (
         ("tensor_parallel.autotp_size", section(config, "tensor_parallel").get("autotp_size"), 2, same_batch),
         ("sequence_parallel_size", config.get("sequence_parallel_size"), 2, same_batch),
-        (
-            "zero_optimization.mics_shard_size",  # DeepSpeed 0.19.8 refuses it itself
-            *(section(config, "zero_optimization").get("mics_shard_size"), 1),
-            "a fit that goes on would have zeros for the weights of some ranks",
-        ),
+        # DeepSpeed 0.19.8 refuses this one itself.
+        ("zero_optimization.mics_shard_size", zero.get("mics_shard_size"), 1, no_weights),
     ):
         if is_whole(size) and size >= least:
             yield Limit(path, size, why)
     if writer := section(config, "checkpoint").get("writer"):
         why = "DeepSpeed's writers need its own launcher, and may still write when the checkpoint counts as complete"
         yield Limit("checkpoint.writer", writer, why)
-    zero, autocast = section(config, "zero_optimization"), section(config, "torch_autocast")
+    autocast = section(config, "torch_autocast")
     stage, dtype = zero["stage"], autocast.get("dtype")
     if autocast.get("enabled") is True and str(dtype).lower() in _FLOAT16 and stage > 0:
         why = "with ZeRO nothing lowers its loss scale when gradients overflow, so no more steps are taken"
