@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_lockstep._text import plain_table, ranks_in_words
-from lightning_lockstep.distributed.ddp_reducer import parameters_in_words
 from lightning_lockstep.distributed.guard.collective_call import (
     CollectiveCall,
     batch_number,
@@ -59,7 +59,7 @@ class _DispatchedCall:
         self.tensors: Sequence[Tensor] = [tensors] if isinstance(tensors, Tensor) else tensors
 
     def _argument(self, name: str, default: Any = None) -> Any:
-        return self.operator.argument(self._args, name, default)
+        return self.operator.argument_or(self._args, name, default)
 
     @property
     def timeout(self) -> float | None:
@@ -214,7 +214,9 @@ class CallVerifier(CallRecorder):
         after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
         def kernel(keyset: Any, *args: Any) -> Any:
-            group = None if answered_locally() else self._group_of(operator.argument(args, "process_group"))
+            group = (
+                None if answered_locally() else self._group_of(operator.argument_or(args, "process_group"))
+            )
             if group is None:
                 return redispatch(keyset & after, *args)
             # Held until the backend has the call: it must get the calls of a group in the order they were compared.
@@ -325,6 +327,20 @@ class _GroupVerifier:
 
 
 # -- The parameters of the ranks, compared before DDP makes its buckets of them --
+
+
+def parameters_in_words(module: nn.Module) -> list[str]:
+    """Return for each parameter what must be equal on all ranks, in the order in which DDP reduces gradients."""
+
+    def shape(parameter: Any) -> object:
+        if is_lazy(parameter):
+            return "of unknown shape"
+        return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+    return [
+        f"{name} {shape(p)} {str(p.dtype).removeprefix('torch.')} {'trained' if p.requires_grad else 'frozen'}"
+        for name, p in module.named_parameters()
+    ]
 
 
 def verify_parameters(
