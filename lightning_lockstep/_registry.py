@@ -54,7 +54,7 @@ def is_command() -> bool:
     """Return whether this process is the doctor, one that it has started, or the Hydra application, or shows help."""
     # The doctor must answer even if torch or Lightning cannot be imported, and both commands start quickly. So the
     # package registers no strategies in these processes, which would import both; a run registers them by itself.
-    if "--help" in sys.argv[1:]:  # of a user's own Hydra application, too
+    if "--help" in sys.argv[1:]:  # also of a user's own Hydra application
         return True
     program = sys.argv[0] if sys.argv else ""
     if program != "-m":  # what Python puts there until it has found the module of `python -m`

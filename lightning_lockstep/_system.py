@@ -76,7 +76,7 @@ def _cgroup_folders(controller: str) -> Iterator[Path]:
 # -- Programs that are run with a deadline, and of which nothing stays behind --
 
 NOT_FOUND, NOT_EXECUTABLE, OUT_OF_TIME = 127, 126, 124
-# More than this of an output is not read: no tool that is run here says so much [bytes].
+# More than this of an output is not read: no tool that is run here says more [bytes].
 _MOST = 1_000_000
 
 # The groups of the programs that run now, and what is held until one that is being started is among them.

@@ -187,7 +187,7 @@ class Sums:
 
 # -- The decision, from sums over many steps --
 
-# The time lost by a rank must exceed so many standard deviations of what chance gives. It takes three slow steps; one
+# The time lost by a rank must exceed this many standard deviations of what chance gives. It takes three slow steps; one
 # is not enough, and ranks that are late in turn are not either.
 _CERTAIN = 1.7
 # A named rank stays named down to this share of both limits: a value near a limit must not print line after line.
@@ -239,7 +239,7 @@ def decide(sums: Sums, *, min_share: float, before: Verdict = NOBODY) -> Verdict
 
 # -- The verdict as the run goes on --
 
-# A verdict rests on at most so many last steps; during a run, fewer than the second number name nobody.
+# A verdict rests on at most this many last steps; during a run, fewer than the second number name nobody.
 _LOOK_BACK, _FEWEST = 50, 20
 
 

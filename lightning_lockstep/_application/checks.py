@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 # What a user's settings lead to, as opposed to a bug, whose traceback is wanted.
 _ABOUT_SETTINGS = (ConfigurationError, LaunchError, MisconfigurationException, ValueError, ImportError)
-# With these Lightning's Trainer refuses settings, too, such as two callbacks that keep their state under one name.
+# With these Lightning's Trainer also refuses settings, such as two callbacks that keep their state under one name.
 _OF_TRAINER = (TypeError, RuntimeError)
 # Groups of which there may be several options, in the order in which they are made.
 _SEVERAL = ("callbacks", "checkpoint", "logger")

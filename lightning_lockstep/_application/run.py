@@ -282,7 +282,7 @@ class RunRecord(Callback):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        leave_out_noise()  # in a rank that is spawned, too: it gets a copy of every callback
+        leave_out_noise()  # also in a rank that is spawned: it gets a copy of every callback
 
     def share(self) -> None:
         """Keep the numbers in memory that this process shares with those it starts."""

@@ -1,4 +1,4 @@
-"""ConsolidateCheckpoints: writes the checkpoint folders of DeepSpeed as plain Lightning checkpoints, too."""
+"""ConsolidateCheckpoints: also writes the checkpoint folders of DeepSpeed as plain Lightning checkpoints."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 
 
 class EndsWithRun(Callback):
-    """A callback that undoes what it has done to a run; after an error, too, for which Lightning has another hook."""
+    """A callback that undoes what it has done to a run, also after an error, for which Lightning has another hook."""
 
     def __init__(self) -> None:
         super().__init__()

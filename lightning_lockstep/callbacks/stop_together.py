@@ -116,7 +116,7 @@ def _is_current(agreement: StepAgreement) -> bool:
     return channel.usable and channel.world_size == (1 if group is None else group.world_size)
 
 
-# -- What can request a stop from outside of the program: a signal, and a file --
+# -- What can request a stop from outside the program: a signal, and a file --
 
 Request = Callable[[str], None]
 _LOOK_EVERY = 1.0  # between two looks for a file [s]

@@ -84,7 +84,7 @@ def prepare_fork() -> None:
     _check_bad_cuda_fork()
     leave_group_of_one()
     _end_openmp_threads()
-    flush_everything()  # each rank, too, would write what is buffered
+    flush_everything()  # each rank would also write what is buffered
 
 
 def _end_openmp_threads() -> None:

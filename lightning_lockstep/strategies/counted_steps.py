@@ -209,7 +209,7 @@ class CountedSteps(ParallelStrategy):
         with ExitStack() as stack:
             if is_padding:
                 stack.enter_context(giving_nothing())
-                # Running statistics of the global batch are those of a rank with padding, too.
+                # Running statistics of the global batch are also those of a rank with padding.
                 norms = _NORMS if self.settings.batch_norm == "of_batch" else ()
                 self._put_back.append(StepCopies(module, but=norms).restore)
             stack.enter_context(self.drawing_at(self.place_of(batch)))

@@ -87,7 +87,7 @@ class LockstepXLASPMDStrategy(LockstepXLAStrategy):
         return runtime
 
     def _counts_samples(self, trainer: Any) -> bool:
-        return bool(trainer.accumulate_grad_batches > 1)  # those of streams, too
+        return bool(trainer.accumulate_grad_batches > 1)  # also those of streams
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Return the tensor, as on one device."""

@@ -114,7 +114,7 @@ class StallDiagnosis:
             remove()
 
     def request(self, outstanding: Outstanding | None, seconds: float, raised: str = "") -> None:
-        """Ask about a collective, which ``raised`` an error or has not completed for so many seconds."""
+        """Ask about a collective, which ``raised`` an error or has not completed for this many seconds."""
         self._channel.post(_REQUEST, [outstanding, seconds, raised], to=0)
 
     def forget(self) -> None:

@@ -332,7 +332,7 @@ class RankState:
 class UnresponsiveRank(NamedTuple):
     reason: str
     has_ended: bool = False  # whether its process has ended
-    has_left: bool = False  # whether its program has come to its end without an error
+    has_left: bool = False  # whether its program has ended without an error
     is_stopped: bool = False  # whether its process is stopped
     # Whether its process runs although it does not answer, for example while code in C computes and holds the GIL.
     is_moving: bool = False

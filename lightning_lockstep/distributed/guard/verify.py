@@ -167,8 +167,8 @@ def _wait_for_all(store: dist.Store, rank: int, size: int, timeout: float) -> in
 
 # -- Compares what the ranks of a group call, before each collective runs --
 
-_CACHED = 10_000  # at most so many descriptions of calls
-_SHOWN = 8  # at most so many rows of parameters
+_CACHED = 10_000  # at most this many descriptions of calls
+_SHOWN = 8  # at most this many rows of parameters
 
 
 class CallVerifier(CallRecorder):

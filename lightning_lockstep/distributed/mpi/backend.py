@@ -80,7 +80,7 @@ def check_ranks(runtime: MPIRuntime, rank: int, ranks: Sequence[int]) -> None:
 
 # -- MPI in this process: started by its worker when first needed, and finalised in order --
 
-# How long the rank that ends the job waits for the others [s], whose programs deal with the failure, too.
+# How long the rank that ends the job waits for the others [s], whose programs also deal with the failure.
 _OTHERS_RAISE = 2.0
 _CALLBACKS = 60.0  # longest wait for callbacks at the end of a program that has not failed [s]
 _ABORTED = 10.0  # MPI_Abort has ended this process within this time, or it ends itself [s]

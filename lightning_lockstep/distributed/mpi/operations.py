@@ -139,7 +139,7 @@ class Receive:
 
 
 def pieces(tensor: Tensor, size: int | None = None) -> Sequence[Tensor]:
-    """Return the tensor in flat pieces of so many bytes, by default as many as MPI can count."""
+    """Return the tensor in flat pieces of this many bytes, by default as many as MPI can count."""
     flat, elements = tensor.view(-1), max(1, (size or COUNT) // tensor.element_size())
     return (flat,) if flat.numel() <= elements else torch.split(flat, elements)
 

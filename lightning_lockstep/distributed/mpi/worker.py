@@ -250,7 +250,7 @@ class Worker:
 
 
 def wait_for_callbacks(seconds: float) -> None:
-    """Wait, up to so long, until all futures are complete and their callbacks have returned."""
+    """Wait until all futures are complete and their callbacks have returned, but at most this long."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
         under_way = [thread for thread in threading.enumerate() if thread.name == _FUTURES]

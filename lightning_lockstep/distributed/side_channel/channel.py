@@ -46,7 +46,7 @@ class SideChannel:
         # this one.
         self.processes: dict[int, tuple[str, int]] = {}
         self.lingers = True  # what was posted last may still take a while to leave when this is closed
-        #: Held while what ranks have said or done is noted; notified of each message that was handled, too.
+        #: Held while what ranks have said or done is noted; also notified of each message that was handled.
         self.news = threading.Condition()
         self._closing = False
         # Rank 0 knows about all ranks that have connected, every rank about rank 0.

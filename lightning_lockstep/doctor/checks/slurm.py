@@ -38,7 +38,7 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
         yield not_applicable("Slurm", evidence)
         return
     if job is None:
-        evidence = "a login node, or a node outside of any job: ranks start with sbatch, or srun in salloc"
+        evidence = "a login node, or a node outside any job: ranks start with sbatch, or srun in salloc"
         yield ok("place", evidence)
     else:
         step = find_slurm_step(environ)
