@@ -47,7 +47,7 @@ from lightning_lockstep.distributed.checkpoint_folder import saved_at, whole_fol
 from lightning_lockstep.distributed.plain_data import load_without_objects
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import RankLifecycle
-from lightning_lockstep.strategies.options import DeepSpeedSettings, OptionsOfRanks, taken
+from lightning_lockstep.strategies.options import DeepSpeedSettings, OptionsOfRanks, settings_and_options
 from lightning_lockstep.strategies.startup import startup_over
 
 
@@ -100,7 +100,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         exclude_frozen_parameters: bool = False,
         **options: Unpack[OptionsOfRanks],
     ) -> None:
-        self.settings, handed_on = taken(DeepSpeedSettings, OptionsOfRanks, locals())
+        self.settings, handed_on = settings_and_options(DeepSpeedSettings, OptionsOfRanks, locals())
         import_deepspeed(device_type_given())  # because DeepSpeed parses the configuration
         given = with_named_options(
             read_config(config),

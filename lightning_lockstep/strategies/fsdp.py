@@ -56,7 +56,7 @@ from lightning_lockstep.strategies.fsdp_units import (
     units_of,
 )
 from lightning_lockstep.strategies.lifecycle import RankLifecycle
-from lightning_lockstep.strategies.options import FSDPSettings, OptionsOfRanks, taken
+from lightning_lockstep.strategies.options import FSDPSettings, OptionsOfRanks, settings_and_options
 from lightning_lockstep.strategies.startup import startup_over
 
 _COMPUTES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -115,7 +115,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         state_dict: Literal["full", "sharded"] = "full",
         **options: Unpack[OptionsOfRanks],
     ) -> None:
-        self.settings, handed_on = taken(FSDPSettings, OptionsOfRanks, locals())
+        self.settings, handed_on = settings_and_options(FSDPSettings, OptionsOfRanks, locals())
         super().__init__(startup_over(self.settings), **handed_on)
 
     # -- before the ranks start ------------------------------------------------------------------------

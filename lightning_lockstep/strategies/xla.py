@@ -33,7 +33,7 @@ from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.strategies.lifecycle import RankLifecycle
-from lightning_lockstep.strategies.options import LifecycleSettings, OptionsOfXLA, taken
+from lightning_lockstep.strategies.options import LifecycleSettings, OptionsOfXLA, settings_and_options
 from lightning_lockstep.strategies.startup import RankStartup
 from lightning_lockstep.xla.replicas import Replicas, check_replicas
 from lightning_lockstep.xla.runtime import XLARuntime, check_accelerator, check_torch_xla, check_untouched
@@ -99,7 +99,7 @@ class LockstepXLAStrategy(RankLifecycle):
 
     def __init__(self, *, downcast_bf16: bool = False, **options: Unpack[OptionsOfXLA]) -> None:
         self.downcast_bf16 = downcast_bf16
-        self.settings, handed_on = taken(LifecycleSettings, OptionsOfXLA, locals())
+        self.settings, handed_on = settings_and_options(LifecycleSettings, OptionsOfXLA, locals())
         faults = Faults()
         faults.flag("downcast_bf16", downcast_bf16)
         for name in ("random_numbers", "batch_norm"):
