@@ -72,7 +72,7 @@ class RankLifecycle(CountedSteps):
     @property
     def failed(self) -> bool:
         """Whether a rank has failed, after which no rank may wait for another."""
-        return self.supervisor.propagation is not None and self.supervisor.propagation.attempt.failed
+        return self.supervisor.propagation is not None and self.supervisor.propagation.attempt.has_failure
 
     def check_failure(self) -> None:
         """Raise if another rank has failed, or if all ranks are to raise an error of the guard."""

@@ -142,7 +142,7 @@ class CollectiveGuard:
                 lambda: self._stall.request(next(iter(self.rank.outstanding()), None), 0.0, raised)
             )
             self._channel.wait_for(
-                lambda: self._stall.answers > before or self._propagation.attempt.failed,
+                lambda: self._stall.answers > before or self._propagation.attempt.has_failure,
                 _EXPLAIN_FOR,
                 stops=False,
             )
@@ -175,7 +175,7 @@ class CollectiveGuard:
         return max(min(self._period, due - time.monotonic()), _OFTEN)
 
     def _look(self) -> None:
-        if self._propagation.attempt.failed:
+        if self._propagation.attempt.has_failure:
             return
         now, waits = time.monotonic(), self._waits
         # The flight recorder reports a call once it has seen it at two looks, so the wait began a look ago.
