@@ -151,9 +151,9 @@ class ExitPlan:
 
     def __init__(self) -> None:
         self.expected_exit_code: int | None = None  # on which all ranks have agreed, so that it is no failure
-        # Of a failure, for the process that has started this rank, which then prints the report.
+        # The file of a failure for the process that has started this rank, which then prints the report.
         self.note: Path | None = None
-        # To the process that this one works for: nothing ends this one by force.
+        # Whether the failure was returned to the process this one works for; then nothing ends this one by force.
         self.failure_returned = False
         # Called before an end by force, to end the ranks that this one has started.
         self.on_force: Callable[[], None] | None = None
@@ -181,7 +181,7 @@ class ExitPlan:
 
     def cancel_forced_exit(self) -> None:
         """Take :meth:`force_exit_at_shutdown` back: the program has caught the failure and goes on."""
-        self._was_last("")
+        self._set_last_said("")
         self.forced_exit = None
         atexit.unregister(self._leave)
 
@@ -214,7 +214,7 @@ class ExitPlan:
         """Print the report of a failure to standard error, once; its first line comes again if others follow it."""
         if text and text != self._last_said:
             say(text)
-            self._was_last(text)
+            self._set_last_said(text)
 
     def repeat_headline(self) -> None:
         """Print the failure's headline and file once more if other lines have followed its report."""
@@ -223,7 +223,7 @@ class ExitPlan:
             lines = [line for line in self._last_said.splitlines() if line]
             say("\n" + "\n".join([lines[0], *[line for line in lines[-1:] if line.startswith(SAVED)]]))
 
-    def _was_last(self, text: str) -> None:
+    def _set_last_said(self, text: str) -> None:
         self._last_said, self.lines_followed = text, False
 
     # -- an exception that nobody catches
@@ -254,7 +254,7 @@ class ExitPlan:
                 self.force_exit_at_shutdown(own.exit_code)
             self.say_last(own.text)
             return
-        below = _below(value)
+        below = _report_below(value)
         if _is_standard(usual) and not issubclass(kind, KeyboardInterrupt):
             say(_formatted(value, below.text))
         else:
@@ -262,7 +262,7 @@ class ExitPlan:
             if below.text:
                 say(below.text)
         headline = below.headline or f"lightning-lockstep: this rank failed: {kind.__name__}: {value}"
-        self._was_last(f"{headline}\n{below.text}")
+        self._set_last_said(f"{headline}\n{below.text}")
 
 
 exit_plan = ExitPlan()
@@ -314,7 +314,7 @@ def error_to_bytes(error: BaseException) -> bytes:
     """Return ``error`` for another process that this one works for, which then prints what this one would."""
     report = replace(exit_report_of(error), deadline=None)
     if not report.replaces:
-        report = ExitReport(_formatted(error, _below(error).text), replaces=True)
+        report = ExitReport(_formatted(error, _report_below(error).text), replaces=True)
     try:
         sent = pickle.dumps((error, report))
         pickle.loads(sent)
@@ -341,7 +341,7 @@ def _nearest_report(error: BaseException | None) -> ExitReport:
     return ExitReport()
 
 
-def _below(error: BaseException) -> ExitReport:
+def _report_below(error: BaseException) -> ExitReport:
     """Return the report whose text is printed below an error: its own, or that of one that it followed."""
     near = _nearest_report(error)
     return ExitReport() if near.replaces else near
