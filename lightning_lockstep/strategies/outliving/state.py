@@ -28,12 +28,11 @@ from lightning_lockstep._lightning import (
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.failure.record import place_in_words
 from lightning_lockstep.distributed.process_group import broadcast_tensors
+from lightning_lockstep.loaders.loader_position import POSITION_KEY
 from lightning_lockstep.loaders.weights import StepWeights
 from lightning_lockstep.steps.patching import assigned, call_around
 from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, RandomState
 from lightning_lockstep.strategies.outliving.log import LoggedRows, Losses, Row
-
-_POSITION = "lockstep_loader_position"
 
 
 @dataclass(frozen=True)
@@ -170,8 +169,8 @@ class RunState:
         self._in_run = False
         self._hooks = _Hooks()
         own = (0,) if self.memory is None else self.memory.progress
-        progress, fits = zip(*current_communicator().gather((own, StepWeights._fits)), strict=True)
-        StepWeights._fits = max(fits)
+        progress, fits = zip(*current_communicator().gather((own, StepWeights.fits)), strict=True)
+        StepWeights.fits = max(fits)
         if len(set(progress)) > 1:
             state = None if self.memory is None else vars(self.memory)
             self.memory = Memory(**broadcast_state(progress.index(max(progress)), state))
@@ -187,7 +186,7 @@ class RunState:
         self._values = [ModuleAttributes(one) for one in epoch_loop._results.values()]
         with assigned(trainer.state, status=TrainerStatus.INTERRUPTED):
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        if (position := checkpoint.get(_POSITION)) is not None:
+        if (position := checkpoint.get(POSITION_KEY)) is not None:
             in_training = "epoch" if hooks.where == "epoch" else "step"
             position["broken_off"] = in_training if trainer.training else "validation"
             for record in position["ranks"]:
