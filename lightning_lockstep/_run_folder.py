@@ -233,8 +233,7 @@ _only_looking: ContextVar[bool] = ContextVar("only_looking", default=False)
 
 def run_names() -> list[tuple[str, int]]:
     """Return the names by which the attempts of this run find each other, and how many came before."""
-    # torchrun may run in a job of Slurm: after a requeue it counts its restarts anew, and with ``--standalone`` it has
-    # another run id.
+    # In a job of Slurm that is requeued, torchrun counts its restarts anew; ``--standalone`` makes another run id.
     environ, names = os.environ, list[tuple[str, int]]()
     restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if run := environ.get("TORCHELASTIC_RUN_ID"):

@@ -70,9 +70,7 @@ def _content_of(path: Path) -> object:
 def _plain(value: Any, key: str = "") -> Any:
     """Return a value in plain containers, without nulls but in the parameters of optimizers and schedulers."""
     if isinstance(value, Mapping):
-        return {
-            name: _plain(inner, name) for name, inner in value.items() if inner is not None or key == "params"
-        }
+        return {name: _plain(one, name) for name, one in value.items() if one is not None or key == "params"}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return [_plain(inner) for inner in value]
     return value  # process groups and dtypes, which some keys hold, are not copied
@@ -118,15 +116,14 @@ def with_named_options(
         inner = zero.get(name, {})
         if not isinstance(inner, Mapping) or (not inner and device in (None, "none")):
             continue
-        zero[name], path = dict(inner), f"zero_optimization.{name}."
-        _settle(zero[name], "device", device, f"{name}={device!r} of the strategy", faults, path=path)
-        if zero[name].get("device") == "nvme":
+        zero[name] = inner = dict(inner)
+        path = f"zero_optimization.{name}."
+        _settle(inner, "device", device, f"{name}={device!r} of the strategy", faults, path=path)
+        if inner.get("device") == "nvme":
             uses_nvme = True
             folder = None if nvme_path is None else str(nvme_path)
-            _settle(
-                zero[name], "nvme_path", folder, f"nvme_path={folder!r} of the strategy", faults, path=path
-            )
-            found = zero[name].get("nvme_path")
+            _settle(inner, "nvme_path", folder, f"nvme_path={folder!r} of the strategy", faults, path=path)
+            found = inner.get("nvme_path")
             faults.check(is_given(found), "nvme_path", found, f"a folder, because {name} is 'nvme'")
     expected = "None, because neither offload_optimizer nor offload_param is 'nvme'"
     faults.check(nvme_path is None or uses_nvme, "nvme_path", str(nvme_path), expected)

@@ -55,10 +55,10 @@ def refuse_or_adapt(
     refused, adapted, lines = [], dict(config), []
     for one in (*_under_lightning(config), *(_on_a_cpu(config) if device_type == "cpu" else ())):
         if not adapt or one.instead is None:
-            how = f"Write {one.replacement_text()}, as adapt=True of the strategy does"
-            refused.append(
-                f"{one.path}={one.given!r}: {one.why}. {'Remove it' if one.instead is None else how}."
-            )
+            how = "Remove it"
+            if one.instead is not None:
+                how = f"Write {one.replacement_text()}, as adapt=True of the strategy does"
+            refused.append(f"{one.path}={one.given!r}: {one.why}. {how}.")
             continue
         lines.append(f"{one.replacement_text()} instead of {one.path}={one.given!r}: {one.why}.")
         for path, value in one.changes.items():
@@ -183,8 +183,7 @@ class RunConfig:
 
     def check_trainer(self, devices: Sequence[torch.device], device_type: str, world_size: int) -> None:
         """Hold the configuration against the Trainer under construction, DeepSpeed's parser and the devices."""
-        # An accumulation of 1, the default, counts as not given: a program such as ours gives the Trainer all its
-        # defaults.
+        # An accumulation of 1, the default, counts as not given: programs such as ours give the Trainer all defaults.
         accumulation = given_to_trainer("accumulate_grad_batches")
         self._accumulation_given = accumulation not in (None, 1)
         values = TrainerValues(
@@ -213,8 +212,7 @@ class RunConfig:
 
     def of_fit(self, trainer: Any, *, precision: str, world_size: int) -> dict[str, Any]:
         """Return the complete configuration of a fit that begins; on all ranks together."""
-        # The layers of the module are made by then. The loader is asked only if the configuration needs it, because
-        # that calls the user's hooks.
+        # The layers of the module are made by then. The loader, which calls the user's hooks, is asked only if needed.
         sizes = {"train_micro_batch_size_per_gpu", "train_batch_size"}
         values = TrainerValues(
             precision=precision,

@@ -223,8 +223,7 @@ class EngineTrials:
     @contextmanager
     def alone(self, *, accumulates: bool) -> Iterator[int]:
         """Let the engine make steps in the body whose collectives are answered on this rank."""
-        # Yields the batches of an optimizer step. Gradients of two are accumulated if the run accumulates:
-        # more of them need no more memory.
+        # Yields the batches of an optimizer step: two if the run accumulates, because more need no more memory.
         from deepspeed import checkpointing
         from deepspeed.runtime.zero import utils
 

@@ -50,9 +50,8 @@ def compression_hook(
     made = wrapper(hook) if wrapper is not None else hook
 
     def in_order(state: Any, bucket):  # type: ignore[no-untyped-def]  # torch looks at the annotation
-        # NCCL runs callbacks at once, gloo and mpi4py in threads of their own. There a callback's collective and that
-        # of the next bucket may begin in different orders on the ranks: with equal shapes the weights differ without
-        # an error.
+        # NCCL runs callbacks at once, gloo and mpi4py in threads of their own. There a callback's collective and the
+        # next bucket's may begin in different orders on the ranks: with equal shapes weights differ without an error.
         future = made(state, bucket)
         # Torch raises an error for what is not a future.
         waits = not ends_by_itself and isinstance(future, torch._C.Future)
@@ -134,8 +133,7 @@ def deliver_gradients(
     backward_began: bool,
 ) -> None:
     """Let gradients arrive at their parameters as at the end of a backward."""
-    # Hooks of the parameters see each gradient once, it is added to ``.grad``, and DDP reduces it and
-    # finishes its step.
+    # Hooks of the parameters see each gradient once, it is added to ``.grad``, DDP reduces it and ends its step.
     reduces = ddp is not None and ddp.require_backward_grad_sync
     parameters = list(gradients)
     if ddp is None or not reduces or ddp.find_unused_parameters:

@@ -254,8 +254,7 @@ def watch_waits(begins: Callable[[], None], ends: Callable[[], None]) -> Callabl
     changed, own = [(cls, cls.wait) for cls in classes], threading.current_thread()
 
     def timed(wait: Callable[..., Any], work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-        # Other threads of Python wait for something else. Torch's own, which run a backward on a GPU, have no name in
-        # Python, which calls them Dummy-1 and so on.
+        # Other Python threads wait for something else. Torch's, which run a backward on a GPU, are Dummy-1 and so on.
         thread = threading.current_thread()
         if thread is not own and not thread.name.startswith("Dummy"):
             return wait(work, *args, **kwargs)

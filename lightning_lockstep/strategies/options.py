@@ -203,15 +203,12 @@ def settings_and_options(
     settings: type[_Settings], accepted: Any, given: Mapping[str, Any]
 ) -> tuple[_Settings, dict[str, Any]]:
     """Return the settings of a strategy, and the options that it hands on; raise for any other."""
-    # `given`: the arguments of its constructor; those that it does not name are in ``options``, which has the keys of
-    # `accepted`.
+    # `given`: its constructor's arguments; those that it does not name are in ``options``, with keys of `accepted`.
     strategy, options = type(given["self"]), given["options"]
     names = {field.name for field in fields(settings)}
-    taken_by_ddp = (
-        inspect.signature(DDPStrategy).parameters | inspect.signature(DistributedDataParallel).parameters
-    )
+    of_ddp = inspect.signature(DDPStrategy).parameters | inspect.signature(DistributedDataParallel).parameters
     # The installed releases of Lightning and torch may lack some.
-    known = accepted.__optional_keys__ - (OptionsOfDDP.__optional_keys__ - taken_by_ddp.keys())
+    known = accepted.__optional_keys__ - (OptionsOfDDP.__optional_keys__ - of_ddp.keys())
     own = {
         name
         for cls in strategy.__mro__

@@ -50,8 +50,7 @@ def every_rank_contributes(strategy: Any) -> Iterator[None]:
 
 def zero_loss(model: Module, entries: Sequence[Tensor] = ()) -> Tensor:
     """Return a loss of zero that gives zero gradients to every parameter that the other ranks wait for."""
-    # ``entries`` are what this rank has gathered with gradients. Their backward is a collective, in which the other
-    # ranks wait for this one.
+    # ``entries``: what this rank has gathered with gradients, whose backward is a collective of all ranks.
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     ddp = ddp_of(model)
     if ddp is not None and (ddp.find_unused_parameters or ddp.static_graph):

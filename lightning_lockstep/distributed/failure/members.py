@@ -267,10 +267,8 @@ class Membership:
                 # 0 is lost before it was done, because it alone saves then; or if a member has broken off the call.
                 others_join = all_done
                 main_is_lost = main not in left and not (others_join or self._store.check([f"{done}/{main}"]))
-                broken_off = [
-                    f"ready/{n}/{one}" for n in range(number + 1, newest.number + 1) for one in left
-                ]
-                if others_join or main_is_lost or any(self._store.check([key]) for key in broken_off):
+                rejoins = [f"ready/{n}/{one}" for n in range(number + 1, newest.number + 1) for one in left]
+                if others_join or main_is_lost or any(self._store.check([key]) for key in rejoins):
                     self.check()
                 record = None if propagation is None else propagation.attempt.record
                 # Not for the end of a member that the others outlive.

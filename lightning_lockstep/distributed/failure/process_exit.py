@@ -49,8 +49,7 @@ _flushers: dict[Callable[[], None], None] = {}  # in the order in which they cam
 
 def on_flush(flusher: Callable[[], None]) -> Callable[[], None]:
     """Have ``flusher`` called before this process ends by force; functions of :mod:`atexit` are not."""
-    # `flusher` may be called on any thread and more than once; it may wait one second for another rank. Returns a
-    # function that removes it.
+    # It may be called on any thread, more than once, and may wait a second for another rank. Returns what removes it.
     _flushers[flusher] = None
     return lambda: _flushers.pop(flusher, None)
 
@@ -171,12 +170,10 @@ class ExitPlan:
         # Set by Python before it prints the exception; a SystemExit leaves no trace.
         return hasattr(sys, "last_value")
 
-    def force_exit_at_shutdown(
-        self, exit_code: int, message: str = "", *, unless_caught: bool = False
-    ) -> None:
+    def force_exit_at_shutdown(self, exit_code: int, text: str = "", *, unless_caught: bool = False) -> None:
         """Have this process, once Python begins to exit, end without the destructors that wait for dead peers."""
         if self.forced_exit is None:
-            self.forced_exit = _ForcedExit(exit_code, message, unless_caught)
+            self.forced_exit = _ForcedExit(exit_code, text, unless_caught)
             atexit.register(self._leave)
 
     def cancel_forced_exit(self) -> None:
@@ -270,8 +267,7 @@ exit_plan = ExitPlan()
 
 def end_now(exit_code: int, message: str | Callable[[], str] = "", *, by_force: bool = True) -> NoReturn:
     """End this process, from any thread; ``message``, or what it returns, is printed last."""
-    # Unless it is by force, functions of atexit (log handlers, experiment trackers) run before. Python's own exit would
-    # not keep the exit code.
+    # Unless by force, functions of atexit (log handlers, trackers) run before. Python's own exit loses the exit code.
     if not by_force:
         flush_everything()
         atexit._run_exitfuncs()

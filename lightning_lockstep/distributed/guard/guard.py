@@ -53,8 +53,7 @@ class GuardSettings:
 
 # -- Watches this rank's collectives, and asks about one that does not complete --
 #
-# Nothing is sent while collectives complete in time. The guard works in a separate thread, because the thread that
-# trains may be waiting for a collective, in C++.
+# Nothing is sent while collectives complete in time. The guard has its own thread, because that which trains may wait.
 
 _log = logging.getLogger(__name__)
 # The time between two looks is this part of the stall timeout, within these limits [s].

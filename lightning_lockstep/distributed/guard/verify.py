@@ -146,8 +146,7 @@ class ComparisonGroup:
 def _wait_for_all(store: dist.Store, rank: int, size: int, timeout: float) -> int:
     """Wait until all ranks have arrived, and return for how many such groups they did so before over this store."""
     # Each rank counts its groups, because one that is made anew may have the name and the store of an earlier one. A
-    # rank that comes again after a timeout arrives for the same group. The loop waits in Python, so that signals are
-    # handled.
+    # rank that comes again after a timeout arrives for the same group. Python waits, so that signals are handled.
     number = store.add(f"groups/{rank}", 0)
     arrivals = [f"arrived/{number}/{one}" for one in range(size)]
     store.set(arrivals[rank], "")
@@ -175,8 +174,7 @@ class CallVerifier(CallRecorder):
     """Raises on every rank of a group if its ranks are about to call different collectives."""
 
     # It compares operation, reduction, root, dtypes, shapes of what this rank gives or gets, and the batch of a fit.
-    # After a mismatch the group can be used as before. It knows the last call of each group: the earlier ones were
-    # compared, and found equal.
+    # After a mismatch the group can be used as before. It knows each group's last call: the earlier ones were equal.
     #
     # Each collective, an asynchronous one too, waits until all ranks of its group have called it. So ranks wait for
     # each other until the group's timeout if they call asynchronous collectives of several groups in different orders,
@@ -214,9 +212,8 @@ class CallVerifier(CallRecorder):
         after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
         def kernel(keyset: Any, *args: Any) -> Any:
-            group = (
-                None if answered_locally() else self._group_of(operator.argument_or(args, "process_group"))
-            )
+            boxed = operator.argument_or(args, "process_group")
+            group = None if answered_locally() else self._group_of(boxed)
             if group is None:
                 return redispatch(keyset & after, *args)
             # Held until the backend has the call: it must get the calls of a group in the order they were compared.

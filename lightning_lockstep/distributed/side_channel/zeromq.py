@@ -168,8 +168,7 @@ class ZeroMQSideChannel(SideChannel):
         self.post(_CLOSING, to=self._peers_that("stands") if self.rank == 0 else [0])
         self.flush(timeout)
         self._put(self._ended.set)
-        # At its end this thread waits until what was sent last has left. No new thread can do that: Python 3.12 and
-        # later start none at exit.
+        # At its end this thread waits until what was sent last has left: Python 3.12 and later start no thread at exit.
         self._sockets.join(max(timeout, 0.5) + max(timeout, 1.0))
         if not self._context.closed:
             _unfinished.append(self._context)
