@@ -103,8 +103,7 @@ class StragglerMonitor(EndsWithRun):
 
     Each rank measures, by its own clock, how long it waits for others in the collectives of its steps: the rank that
     waits least is the one that the others wait for. On a GPU the device's waiting is measured. Rank 0 prints a line
-    when another rank becomes that one, gives figures to the Trainer's loggers, and prints a table of the ranks at the
-    end.
+    when another rank becomes that one, gives figures to the Trainer's loggers, and prints a table at the end.
 
     Args:
         every_n_steps: Optimizer steps after which the ranks send their figures to rank 0, which decides.

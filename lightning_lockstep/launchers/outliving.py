@@ -12,8 +12,7 @@
       publishes again when that is ready         same, with one member more
     ends as they end
 
-Only the end of a process by a signal is outlived. An exception, or an exit by the program's own will, ends all ranks as
-in any other run.
+Only the end of a process by a signal is outlived: an exception, or the program's own exit, ends all as in any run.
 """
 
 from __future__ import annotations
@@ -163,8 +162,8 @@ class _Run:
         # Of the last generation that has met: rank 0, and how many were lost before.
         self._main = self._lost_before = 0
         self._code = 0  # the exit code of the run
-        self._is_ending, self._deadline = False, float("inf")
         self._patience = grace_period + _ENDS_WITHIN
+        self._deadline: float | None = None  # of a run that is ending
         hosted.publish(ranks)
         channel.on(_ENDED, lambda message: self._ends.put(message.body))
         channel.watch_peers(self._host_ends)
@@ -183,7 +182,8 @@ class _Run:
         are_fewer = len(self._hosted.current.members) < self._world_size
         if lost or request is not None or (self._spares and are_fewer and has_met and not self._code):
             self._publish(lost, request or "")
-        if not self._left.isdisjoint(self._hosted.current.members) and time.monotonic() < self._deadline:
+        is_late = self._deadline is not None and time.monotonic() >= self._deadline
+        if not is_late and not self._left.isdisjoint(self._hosted.current.members):
             return None
         self._say_what_was_lost()
         self._channel.post(_OVER, self._code)
@@ -204,7 +204,7 @@ class _Run:
                     say(
                         f"lightning-lockstep: a process that was to take a place has ended ({why}); the ranks go on."
                     )
-            elif (code is None or code < 0) and not self._is_ending:
+            elif (code is None or code < 0) and self._deadline is None:
                 lost.append(self._describe(number, pid, code))
                 if code and number in self._replaceable:
                     self._replace(self._host_of[number])
@@ -275,8 +275,7 @@ class _Run:
     def _end(self, code: int) -> None:
         """Expect all processes to end, with the code of the first that has."""
         self._code = self._code or code
-        self._is_ending = True
-        self._deadline = min(self._deadline, time.monotonic() + self._patience)
+        self._deadline = self._deadline or time.monotonic() + self._patience
 
 
 class OutlivingLauncher(ScriptLauncher):

@@ -64,10 +64,8 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         config: DeepSpeed's own configuration, as a dictionary or the path of a JSON file.
             https://www.deepspeed.ai/docs/config-json/
         stage: Stage of ZeRO, 0 to 3; by default that of the configuration, or 2 without one.
-        offload_optimizer: Where the optimizer's state is kept: ``none``, ``cpu`` or ``nvme``; by default as in the
-            configuration.
-        offload_param: Where the parameters are kept, in stage 3: ``none``, ``cpu`` or ``nvme``; by default as in the
-            configuration.
+        offload_optimizer: Where the optimizer's state is kept: ``none``, ``cpu`` or ``nvme``; by default as configured.
+        offload_param: Where parameters are kept, in stage 3: ``none``, ``cpu`` or ``nvme``; by default as configured.
         nvme_path: Folder on the NVMe disk for what is kept there.
         adapt: Whether settings that DeepSpeed does not support on this device are replaced by supported ones,
             each replacement printed; otherwise they are refused.

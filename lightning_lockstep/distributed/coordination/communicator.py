@@ -238,8 +238,7 @@ def in_rank_order(*, per_node: bool = False, timeout: float = 1800.0) -> Iterato
     that carries it, and the ranks after it skip the body.
 
     Args:
-        per_node: Let one rank of each host run at a time rather than one rank of all; for what is done once on
-            each host's own disk.
+        per_node: Let one rank of each host run at a time, not one of all; for what is done once on each host's disk.
         timeout: Longest time that the others wait for one rank to arrive and run the body [s].
 
     Yields:

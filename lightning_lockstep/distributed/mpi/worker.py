@@ -13,8 +13,7 @@ An operation is a generator. It starts non-blocking calls of MPI, yields the fun
 complete, and goes on once they are. The worker never waits in MPI for a rank that has not arrived, so operations of
 several groups, sends and receives go on side by side in whatever order they were called.
 
-Collectives of one group run one after another, as MPI wants them in one order on all ranks: each begins once the one
-before it is over.
+Collectives of one group run one after another, because MPI wants them in one order on all ranks.
 """
 
 from __future__ import annotations

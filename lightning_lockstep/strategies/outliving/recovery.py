@@ -1,7 +1,6 @@
 """How a rank goes on when a member of its run is lost.
 
-A loss shows as a broken collective or at a step boundary, so a rank knows how far it has come; it repeats what it had
-not finished:
+A loss shows as a broken collective or at a step boundary, so a rank knows how far it has come. What it repeats:
 
 ================================== ==================================================================================
 a member was lost                  what the others do again
