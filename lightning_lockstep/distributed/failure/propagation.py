@@ -278,7 +278,6 @@ class FailurePropagation:
         return error
 
     def _report_of_own(self, error: BaseException, first: FailureRecord) -> ExitReport:
-        """Return what is printed of this rank's own error."""
         headline, saved, is_first = first.headline(), first.saved_to(), first.rank == self.channel.rank
         if not self.attempt.prints_report and not self.attempt.decided_alone:
             return ExitReport(replaces=True)

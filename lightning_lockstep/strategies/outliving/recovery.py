@@ -63,7 +63,6 @@ class Recovery:
     # -- a call of a Trainer --
 
     def begin_call(self, trainer: Any) -> None:
-        """Note a further call of a Trainer."""
         self.trainer = self._batch.trainer = trainer
         self._state.begin_call(trainer)
 

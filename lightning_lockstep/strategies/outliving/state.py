@@ -216,7 +216,6 @@ class RunState:
         return None
 
     def _progress(self) -> tuple[int, ...]:
-        """Return how far this rank has come."""
         loop = self.trainer.fit_loop.epoch_loop
         epochs = self.trainer.fit_loop.epoch_progress.current
         batches = loop.batch_progress.total
