@@ -53,7 +53,7 @@ from lightning_lockstep.launchers.hydra import (
     without_hydra,
 )
 
-# -- How an error of the program gets past Hydra, and out of the process of a job, to the program that prints it
+# -- How an error of the program gets past Hydra, and out of the process of a job, to the program that prints it --
 
 
 class Stop(BaseException):

@@ -46,7 +46,7 @@ class EngineAdapter(StepGradients):
         """The optimizer that DeepSpeed's own has inside, or that is there without one."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
-    # the loss scale
+    # -- the loss scale --
 
     def outcome(self) -> StepOutcome | None:
         """Return what is known of the last optimizer step; ``None``: nothing checks or scales gradients."""
@@ -65,7 +65,7 @@ class EngineAdapter(StepGradients):
         """Return the smallest loss scale, if it adapts itself."""
         return None
 
-    # gradients of this rank, and steps that are skipped, as OverflowDetector needs them
+    # -- gradients of this rank, and steps that are skipped, as OverflowDetector needs them --
 
     def steps_now(self) -> bool:
         return bool(self.engine.is_gradient_accumulation_boundary())
@@ -93,7 +93,7 @@ class EngineAdapter(StepGradients):
     def why_skips_are_too_many(self) -> str | None:
         return None if self.history is None else self.history.verdict()
 
-    # the sizes of a batch, and trials of others
+    # -- the sizes of a batch, and trials of others --
 
     def set_sizes(self, *, batch_size: int, accumulate: int) -> None:
         self.engine.set_train_micro_batch_size(batch_size)
@@ -104,7 +104,7 @@ class EngineAdapter(StepGradients):
         self.engine.micro_steps = 0
         self.set_sizes(batch_size=self.engine.train_micro_batch_size_per_gpu(), accumulate=passes)
 
-    # what a checkpoint has
+    # -- what a checkpoint has --
 
     def refresh_copies(self) -> None:
         refresh = getattr(self.optimizer, "refresh_fp32_params", None)

@@ -22,7 +22,7 @@ from lightning_lockstep.steps.isolated_step import gradients_apart
 from lightning_lockstep.steps.patching import assigned, replaced
 from lightning_lockstep.steps.snapshot import StoredCopies
 
-# -- Forward and backward passes that DeepSpeed's engine does not notice, as a replay or a trial needs them
+# -- Forward and backward passes that DeepSpeed's engine does not notice, as a replay or a trial needs them --
 
 
 @contextmanager

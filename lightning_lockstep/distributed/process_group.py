@@ -29,7 +29,7 @@ from lightning_lockstep._text import first_line
 from lightning_lockstep.distributed.rendezvous import ANY, listening_address
 from lightning_lockstep.errors import LaunchError
 
-# ------------------------------------------------------------------ the group of ranks
+# -- The group of ranks --
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ def forget_group() -> None:
     _groups.clear()
 
 
-# ------------------------------------------------------------------ the store at which ranks meet
+# -- The store at which ranks meet --
 
 _stores: dict[tuple[str, int], Store] = {}
 _made: Counter[tuple[str, int]] = Counter()  # process groups made on each of them
@@ -172,7 +172,7 @@ def forget_rendezvous() -> None:
     _place_before.clear()
 
 
-# ------------------------------------------------------------------ torch's default process group
+# -- Torch's default process group --
 
 
 def process_group_exists() -> bool:

@@ -117,7 +117,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         self.weights.corrects = False  # gradients are in the engine
         self._let_go: Callable[[], None] = lambda: None  # undoes `adopt_process_group`
 
-    # -- before the ranks start ------------------------------------------------------------------------
+    # -- before the ranks start --
 
     def _configure_launcher(self) -> None:
         # Everything is checked while the Trainer is under construction, before any rank.
@@ -135,7 +135,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         """See :meth:`RankLifecycle.resolve_precision`."""
         return resolve_deepspeed_precision(self._run_config.given, plugin, requested, device_type)
 
-    # -- on each rank ----------------------------------------------------------------------------------
+    # -- on each rank --
 
     def setup_environment(self) -> None:
         """Connect the ranks, on any device; Lightning's own refuses all but CUDA. Ranks: all, together."""
@@ -204,7 +204,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         if hasattr(engine, "destroy"):
             engine.destroy()  # or its hooks would run together with those of the next engine
 
-    # -- training steps, and what other features can do with them -------------------------------------
+    # -- training steps, and what other features can do with them --
 
     @property
     def needs_loss(self) -> str:
@@ -245,7 +245,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         # Stages 0 to 2 send nothing; in stage 3 all ranks do it together, because the parameters are gathered.
         return without_engine(self, module, module.trainer.model)
 
-    # -- checkpoints: folders and plain files ----------------------------------------------------------
+    # -- checkpoints: folders and plain files --
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None

@@ -52,7 +52,7 @@ class RankLifecycle(CountedSteps):
             given = (one for one in several if isinstance(one, ClusterEnvironment))
             self.cluster_environment = next(given, None) or startup.environment(mpi=self.trains_over_mpi)
 
-    # -- which ranks there are, and whether one has failed ---------------------------------------------
+    # -- which ranks there are, and whether one has failed --
 
     @property
     def num_processes(self) -> int:
@@ -79,7 +79,7 @@ class RankLifecycle(CountedSteps):
         if self.supervisor.propagation is not None:
             self.supervisor.propagation.check()
 
-    # -- while the Trainer is under construction: an error here ends the program before any rank starts --------
+    # -- while the Trainer is under construction: an error here ends the program before any rank starts --
 
     def resolve_precision(self, plugin: Precision, requested: str | None, device_type: str) -> Precision:
         """Return the precision plugin to use, by Lightning's and the name that the user gave, or raise."""
@@ -121,7 +121,7 @@ class RankLifecycle(CountedSteps):
             # All ranks have drawn alike so far; rank 0 goes on as one process does.
             seed_generators(int(torch.randint(2**31, ())) + self.global_rank)
 
-    # -- the start, and the end ------------------------------------------------------------------------
+    # -- the start, and the end --
 
     def set_world_ranks(self) -> None:
         """Give this rank's number and the number of ranks to the cluster environment and to Lightning's logging."""

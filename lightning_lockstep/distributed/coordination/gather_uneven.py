@@ -113,7 +113,7 @@ def gathered_entries() -> Iterator[list[Tensor]]:
         _asked.pop()
 
 
-# -- What each rank gives, brought together and compared before data moves
+# -- What each rank gives, brought together and compared before data moves --
 
 # What every rank sends at first: the length of its description, and its beginning [bytes].
 _FIRST, _LENGTH = 1024, 8

@@ -106,7 +106,7 @@ class Attempt:
         self._topics[name] += 1
         return f"{name}/{self.number}.{self._topics[name]}"
 
-    # -- begin and end of an attempt ---------------------------------------------------------------------
+    # -- begin and end of an attempt --
 
     def enter(self) -> None:
         """Enter the next attempt. Ranks: any, alone."""
@@ -139,7 +139,7 @@ class Attempt:
         with self.channel.news:
             self.state = "over"
 
-    # -- what ends an attempt ----------------------------------------------------------------------------
+    # -- what ends an attempt --
 
     def fail(self, error: BaseException) -> FailureRecord:
         """Report that this rank raises ``error``; return the record of the first failure. Ranks: any, alone."""
@@ -176,7 +176,7 @@ class Attempt:
     def describe(self, error: BaseException) -> FailureRecord:
         return describe_error(error, self.channel.rank, self.channel.world_size)
 
-    # -- which failure is the first ----------------------------------------------------------------------
+    # -- which failure is the first --
 
     def _report(self, number: int, record: FailureRecord) -> None:
         """Have rank 0 decide about a failure, and wait for its answer; decide alone if none comes."""
@@ -240,7 +240,7 @@ class Attempt:
         """Return the first failure of an attempt, as far as it is known here."""
         return self._failures.get(number) or self._failures.get(_EVERY_ATTEMPT)
 
-    # -- ranks whose process or program has ended --------------------------------------------------------
+    # -- ranks whose process or program has ended --
 
     def report_child_exit(self, rank: int, returncode: int, pid: int) -> FailureRecord:
         """Inform all ranks that one that this rank has started has ended; return what is known of who failed first."""

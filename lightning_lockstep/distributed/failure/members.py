@@ -184,7 +184,7 @@ class Membership:
         with self._news:
             return self._news.wait_for(lambda: self.outdated, seconds)
 
-    # -- the meeting of a generation's members, and the end of a call
+    # -- the meeting of a generation's members, and the end of a call --
 
     def connecting(self) -> Membership:
         """Return a context in which members connect; if another one is lost meanwhile, its body raises, anywhere."""
@@ -283,7 +283,7 @@ class Membership:
     def reported_losses(self) -> list[dict[str, Any]]:
         return _reported_losses(self._store, self.current.number)
 
-    # -- the thread that follows the members
+    # -- the thread that follows the members --
 
     def _stop_following(self) -> None:
         # C++ aborts a process whose thread comes back from it after Python has ended.

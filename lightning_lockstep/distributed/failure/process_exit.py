@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _LAST_WRITES = 10.0
 _LATE = "\nlightning-lockstep: ended by force: its exit handlers and threads did not finish in time.\n"
 
-# ------------------------------------------------------------------ before the end
+# -- Before the end --
 
 
 _flushers: dict[Callable[[], None], None] = {}  # in the order in which they came
@@ -82,7 +82,7 @@ def drop_what_nobody_reads() -> None:
             pass  # it is closed, or there is none
 
 
-# ------------------------------------------------------------------ after a while
+# -- After a while --
 
 _Call = tuple[float, Callable[..., object], tuple[Any, ...]]
 
@@ -123,7 +123,7 @@ class _Clock:
 #: Of this process: one ends it, the other one ends what it waits in, which may block.
 clock, interrupt_clock = _Clock("lockstep-clock"), _Clock("lockstep-interrupt")
 
-# ------------------------------------------------------------------ how this process ends
+# -- How this process ends --
 
 
 @dataclass
@@ -205,7 +205,7 @@ class ExitPlan:
             self.say_last(forced.message)
             end_now(forced.exit_code, by_force=False)
 
-    # -- the last line
+    # -- the last line --
 
     def say_last(self, text: str) -> None:
         """Print the report of a failure to standard error, once; its first line comes again if others follow it."""
@@ -223,7 +223,7 @@ class ExitPlan:
     def _set_last_said(self, text: str) -> None:
         self._last_said, self.lines_followed = text, False
 
-    # -- an exception that nobody catches
+    # -- an exception that nobody catches --
 
     def install_excepthook(self) -> None:
         """Install the hook that prints uncaught exceptions; again if a library has set its own hook since."""
@@ -290,7 +290,7 @@ def _print_last(message: str | Callable[[], str]) -> None:
     exit_plan.repeat_headline()
 
 
-# ------------------------------------------------------------------ what is printed of an error
+# -- What is printed of an error --
 
 # An error carries its report with it: exceptions cannot be referred to weakly, and a table of them would keep those
 # alive that the program has caught, with their tracebacks and the model.

@@ -88,7 +88,7 @@ class FailurePropagation:
         channel.ends_wait = self.ends_wait
         channel.at_close(self._interrupt.remove)
 
-    # -- an attempt --------------------------------------------------------------------------------------
+    # -- an attempt --
 
     def enter(self) -> None:
         """Enter the next attempt; the program has caught what this rank has raised before. Ranks: any, alone."""
@@ -133,7 +133,7 @@ class FailurePropagation:
         is_new = time.monotonic() - self.attempt.failed_at < _MAY_RAISE_THE_SAME
         return is_new and record.kind == "exception" and self.channel.usable
 
-    # -- what a failure brings about, on any thread ------------------------------------------------------
+    # -- what a failure brings about, on any thread --
 
     def _on_failure(self, record: FailureRecord) -> None:
         """Plan when a failure ends the waits of this rank, and its process; print it if the attempt is over here."""
@@ -183,7 +183,7 @@ class FailurePropagation:
 
         end_now(record.exit_code, report)
 
-    # -- the error that this rank raises -----------------------------------------------------------------
+    # -- the error that this rank raises --
 
     def error_to_raise(self, error: BaseException) -> BaseException:
         """Return the error that this rank is to raise in place of one that ended its work."""

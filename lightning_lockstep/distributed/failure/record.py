@@ -319,7 +319,7 @@ def note_orderly_end() -> None:
         atexit.register(note)
 
 
-# -- for the process that has started the ranks
+# -- For the process that has started the ranks --
 
 
 def first_failure(folder: Path) -> FailureRecord | None:

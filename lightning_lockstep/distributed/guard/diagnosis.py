@@ -136,7 +136,7 @@ class StallDiagnosis:
         elif self._look is not None and self._is_in_vain(self._look, now - self._look.began):
             self._end_look(self._look)
 
-    # -- rank 0 ----------------------------------------------------------------------------------------
+    # -- rank 0 --
 
     def _take_request(self, message: Message) -> None:
         wanted, seconds, raised = message.body
@@ -236,7 +236,7 @@ class StallDiagnosis:
         if request.raised:  # else nobody waits for an answer
             self._channel.post(_ANSWER, to=request.rank)
 
-    # -- every rank ------------------------------------------------------------------------------------
+    # -- every rank --
 
     def _send_state(self, message: Message) -> None:
         number, sites = message.body

@@ -75,7 +75,7 @@ class MPIWork(dist.Work):
         self._gate.acquire()
         self._future: Future[Any] | None = None
 
-    # -- in the worker ----------------------------------------------------------------------------------
+    # -- in the worker --
 
     def step(self) -> bool:
         """Go on if MPI's calls are complete; return whether anything moved."""
@@ -128,7 +128,7 @@ class MPIWork(dist.Work):
             " the same collectives in the same order; raise the timeout if a rank is only slow."
         )
 
-    # -- anywhere ---------------------------------------------------------------------------------------
+    # -- anywhere --
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.awaited = True

@@ -174,7 +174,7 @@ class ZeroMQSideChannel(SideChannel):
             _unfinished.append(self._context)
         super().close()
 
-    # ---------------------------------------------------------------- the thread that owns the sockets: sending
+    # -- the thread that owns the sockets: sending --
 
     def _run_sockets(self) -> None:
         with suppress(AttributeError, OSError):
@@ -231,7 +231,7 @@ class ZeroMQSideChannel(SideChannel):
                 if not self._has_ended(to):
                     self._unsent[to].append(content)
 
-    # ---------------------------------------------------------------- the thread that owns the sockets: receiving
+    # -- the thread that owns the sockets: receiving --
 
     def _receive(self) -> None:
         self._note_events()
@@ -273,7 +273,7 @@ class ZeroMQSideChannel(SideChannel):
         self._note(message.sender, "closed")
         self._on_closed(message.sender)
 
-    # ---------------------------------------------------------------- connections that stand, and those that have ended
+    # -- connections that stand, and those that have ended --
 
     def _note_events(self) -> None:
         with suppress(zmq.Again):
