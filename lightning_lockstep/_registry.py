@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any
 
-# -- A public name stands in the stub of its package, ``__init__.pyi``; the package loads it when it is first used
+# -- A public name stands in the stub of its package, ``__init__.pyi``; the package loads it when it is first used --
 #
 # What a stub names is public, and so is what a subpackage's `__init__` imports. Everything else is private.
 

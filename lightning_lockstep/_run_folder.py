@@ -40,7 +40,7 @@ _MARKS = (
     "hparams.yaml",
 )
 _STARTED = ".hydra/overrides.yaml"  # rewritten at the start of each attempt
-_BEGUN = ".begun"
+_BEGIN_MARK = ".begun"
 _LAST = Path("checkpoints", "last.ckpt")
 _UNQUOTED = re.compile(r"[\w./:@%+-]+")
 
@@ -105,7 +105,7 @@ class RunFolder:
             return math.inf
 
     def is_of_earlier_attempt(self, name: str) -> bool:
-        """Return whether a file was written before the attempt began that was the last one."""
+        """Return whether a file was written before the last attempt began."""
         return self.has(_STARTED) and self.age(name) > self.age(_STARTED)
 
     def checkpoints(self) -> list[str]:
@@ -131,7 +131,7 @@ class RunFolder:
         except (yaml.YAMLError, LookupError, TypeError):
             return None
         path = str(PurePath(self.given, checkpoint))
-        if not _UNQUOTED.fullmatch(path):  # for Hydra too such a path has quotes
+        if not _UNQUOTED.fullmatch(path):  # such a path also has quotes for Hydra
             path = '"' + path.replace("\\", "\\\\").replace('"', '\\"') + '"'
         return " ".join(["lockstep-train", *map(shlex.quote, [*given, f"ckpt_path={path}"])])
 
@@ -139,18 +139,17 @@ class RunFolder:
 # -- Which checkpoint `ckpt_path` means --
 
 
-def note_begin(run_folder: Path) -> None:
+def mark_begin(run_folder: Path) -> None:
     """Leave a file in a run folder whose time is that at which the first attempt of the run began; on rank 0."""
     # It exists already; or nothing can be written: then only files in the folder are the run's.
     with suppress(OSError):
-        (run_folder / _BEGUN).touch(exist_ok=False)
+        (run_folder / _BEGIN_MARK).touch(exist_ok=False)
 
 
 def find_checkpoint(
     given: str | None, *, run_folder: Path, started_in: Path, folders: Sequence[Path] = ()
 ) -> str | None:
-    """Return the file, or the folder that several ranks have written, that `ckpt_path` means."""
-    # folders: where the run saves, besides its own folder.
+    """Return the file or folder that `ckpt_path` means; ``folders``: where the run saves besides its own."""
     if given is None or "://" in given:
         return given
     run_folder = run_folder.absolute()
@@ -205,8 +204,8 @@ def _belongs(path: Path, run_folder: Path) -> bool:
     """Whether a checkpoint is this run's: others may save in a folder that is not the run's own."""
     if path.is_relative_to(run_folder):
         return True
-    begun = run_folder / _BEGUN
-    return begun.exists() and path.stat().st_mtime >= begun.stat().st_mtime
+    mark = run_folder / _BEGIN_MARK
+    return mark.exists() and path.stat().st_mtime >= mark.stat().st_mtime
 
 
 def _newest_beside(run_folder: Path) -> Path:
@@ -223,10 +222,10 @@ def _newest_beside(run_folder: Path) -> Path:
 
 # -- The folder of a run: made for this run alone, and found again by a later attempt of the same run --
 # Jobs that start in the same second would share a folder that is named by the time, and a job that Slurm requeues or
-# torchrun restarts would begin another one. So a run claims its folder by making it, and leaves a note in it, by which
-# its next attempt finds it.
+# torchrun restarts would begin another one. So a run claims its folder by making it, and leaves its names in it, by
+# which its next attempt finds it.
 
-_NOTE = ".attempt"
+_RUN_NAMES = ".attempt"
 
 _claimed: dict[str, str] = {}
 _only_looking: ContextVar[bool] = ContextVar("only_looking", default=False)
@@ -234,8 +233,7 @@ _only_looking: ContextVar[bool] = ContextVar("only_looking", default=False)
 
 def run_names() -> list[tuple[str, int]]:
     """Return the names by which the attempts of this run find each other, and how many came before."""
-    # torchrun may run in a job of Slurm: after a requeue it counts its restarts anew, and with ``--standalone`` it has
-    # another run id.
+    # In a job of Slurm that is requeued, torchrun counts its restarts anew; ``--standalone`` makes another run id.
     environ, names = os.environ, list[tuple[str, int]]()
     restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if run := environ.get("TORCHELASTIC_RUN_ID"):
@@ -250,7 +248,7 @@ def run_names() -> list[tuple[str, int]]:
     return names
 
 
-def run_folder(wanted: str) -> str:
+def claimed_folder(wanted: str) -> str:
     """Return the folder of this run: the one of its former attempt, or a new one called ``wanted``."""
     # If that is taken, ``wanted-1``, ``wanted-2`` and so on are tried. Rank 0 calls this, for all ranks.
     if _only_looking.get():
@@ -259,7 +257,7 @@ def run_folder(wanted: str) -> str:
         _claimed[wanted] = _former(Path(wanted)) or _claim(wanted)
         if names := run_names():
             # If it cannot be written, a later attempt has its own folder.
-            write_whole(Path(_claimed[wanted], _NOTE), "".join(f"{name}\n" for name, _ in names))
+            write_whole(Path(_claimed[wanted], _RUN_NAMES), "".join(f"{name}\n" for name, _ in names))
     return _claimed[wanted]
 
 
@@ -272,12 +270,12 @@ def new_version(folder: str) -> str:
 
 
 #: What OmegaConf resolves, by name.
-RESOLVERS = {"lockstep.run_folder": run_folder, "lockstep.new_version": new_version}
+RESOLVERS = {"lockstep.run_folder": claimed_folder, "lockstep.new_version": new_version}
 
 
 @contextmanager
 def without_claiming() -> Iterator[None]:
-    """In this context :func:`run_folder` returns what is wanted, and makes nothing."""
+    """In this context :func:`claimed_folder` returns what is wanted, and makes nothing."""
     token = _only_looking.set(True)
     try:
         yield
@@ -302,15 +300,15 @@ def _claim(wanted: str) -> str:
 def _former(wanted: Path) -> str | None:
     """Return the folder of the attempt before this one."""
     for name, earlier in run_names():
-        notes = wanted.parent.glob(f"*/{_NOTE}") if earlier else ()
-        if found := [note for note in notes if _is_of(note, name)]:
-            return str(max(found, key=lambda note: note.stat().st_mtime).parent)
+        files = wanted.parent.glob(f"*/{_RUN_NAMES}") if earlier else ()
+        if found := [file for file in files if _names_run(file, name)]:
+            return str(max(found, key=lambda file: file.stat().st_mtime).parent)
     return None
 
 
-def _is_of(note: Path, run: str) -> bool:
+def _names_run(file: Path, run: str) -> bool:
     # Checkpoints of that folder may be loaded, and other users may be able to make a folder next to it.
     with suppress(OSError, ValueError):
-        own = note.stat().st_uid == note.parent.stat().st_uid == os.geteuid()
-        return own and run in note.read_text(encoding="utf-8").splitlines()
+        own = file.stat().st_uid == file.parent.stat().st_uid == os.geteuid()
+        return own and run in file.read_text(encoding="utf-8").splitlines()
     return False

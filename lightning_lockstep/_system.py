@@ -17,7 +17,7 @@ import psutil
 
 from lightning_lockstep._text import say
 
-# -- What this process may use of its host: cores, CPU time and memory, with the limits of its control group
+# -- What this process may use of its host: cores, CPU time and memory, with the limits of its control group --
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -76,7 +76,7 @@ def _cgroup_folders(controller: str) -> Iterator[Path]:
 # -- Programs that are run with a deadline, and of which nothing stays behind --
 
 NOT_FOUND, NOT_EXECUTABLE, OUT_OF_TIME = 127, 126, 124
-# More than this of an output is not read: no tool that is run here says so much [bytes].
+# More than this of an output is not read: no tool that is run here says more [bytes].
 _MOST = 1_000_000
 
 # The groups of the programs that run now, and what is held until one that is being started is among them.
@@ -160,7 +160,7 @@ def shell_exit_code(returncode: int) -> int:  # of Popen: negative for a signal
     return 128 - returncode if returncode < 0 else returncode
 
 
-# -- Ctrl-C: a second one, or one that Python would not see
+# -- Ctrl-C: a second one, or one that Python would not see --
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def on_ctrl_c(handler: Callable[..., object] | int) -> Iterator[None]:
             signal.signal(signal.SIGINT, usual)
 
 
-# -- Files that a run writes, such as reports: whole or not at all; a run goes on if one cannot be written
+# -- Files that a run writes, such as reports: whole or not at all; a run goes on if one cannot be written --
 
 
 def write_whole(path: Path, content: str | bytes) -> str | None:

@@ -74,8 +74,7 @@ class OwnStep(NamedTuple):
 class StepTimer:
     """Measures the steps of this rank with a few reads of a clock each."""
 
-    # ``enter`` and ``leave`` are called for each action of the Trainer. What runs inside an action that belongs to a
-    # part counts for that action.
+    # `enter` and `leave` are called for each action of the Trainer. What runs inside one of a part counts for that one.
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"

@@ -31,7 +31,7 @@ from lightning_lockstep._application.signatures import (
     typed_lines,
 )
 from lightning_lockstep._lightning import LightningEnvironment, Logger, MisconfigurationException
-from lightning_lockstep._run_folder import find_checkpoint, note_begin
+from lightning_lockstep._run_folder import find_checkpoint, mark_begin
 from lightning_lockstep._settings import did_you_mean, is_whole
 from lightning_lockstep._text import counted, first_line
 from lightning_lockstep.errors import ConfigurationError, LaunchError
@@ -212,7 +212,7 @@ def check_training(config: DictConfig, only: Collection[str] | None) -> list[str
 
 def prepare_training(config: DictConfig) -> None:
     """Decide on rank 0, for all ranks, what depends on this machine: the checkpoint and the devices."""
-    note_begin(Path(config.hydra.runtime.output_dir))
+    mark_begin(Path(config.hydra.runtime.output_dir))
     config.ckpt_path = _checkpoint(config)
     if _select(config, "trainer.devices") == "auto" and external_ranks() is not None:
         config.trainer.devices, config.trainer.num_nodes = _devices_and_nodes(config)

@@ -49,11 +49,11 @@ from lightning_lockstep.launchers.hydra import (
     freeze,
     program_arguments,
     received_config,
-    sent_by,
+    set_sender,
     without_hydra,
 )
 
-# -- How an error of the program gets past Hydra, and out of the process of a job, to the program that prints it
+# -- How an error of the program gets past Hydra, and out of the process of a job, to the program that prints it --
 
 
 class Stop(BaseException):
@@ -279,7 +279,7 @@ class _Application:
         """Run one job in the process that a launcher of sweeps has made for it (joblib, submitit)."""
         if exit_plan.forced_exit:
             raise LaunchError("Job skipped: ranks of an earlier job of this sweep failed in this process.")
-        sent_by(self.command)
+        set_sender(self.command)
         ranks = external_ranks()
         channel = ConfigChannel(ranks)
         if ranks is not None and ranks.rank > 0:

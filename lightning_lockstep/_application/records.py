@@ -74,7 +74,7 @@ def finish(loggers: list[Any], *, failed: bool) -> None:
             wandb.finish(exit_code=int(failed))
 
 
-# -- `failure.json` in the run folder, if the strategy has not written it
+# -- `failure.json` in the run folder, if the strategy has not written it --
 
 
 def keep_unless_kept(trainer: Any, error: BaseException, steps: int) -> None:

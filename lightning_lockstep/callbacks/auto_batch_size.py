@@ -72,8 +72,7 @@ class AutoBatchSize(BatchSizeFinder, EndsWithRun):
 
     Attributes:
         result: What the last search found, or ``None``.
-        optimal_batch_size: Samples per rank that the last search found; before it ``init_val``, and ``None`` under
-            ``fast_dev_run``.
+        optimal_batch_size: Samples per rank that the last search found; first ``init_val``, ``None`` in fast_dev_run.
         batches_split: Batches of this fit that were split on any rank, up to the last end of an epoch.
 
     Raises:
@@ -182,8 +181,7 @@ class AutoBatchSize(BatchSizeFinder, EndsWithRun):
     def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and let the run go on with what is found, unless ``mode`` is ``off``.
 
-        The hooks that come before a loop call this. A subclass may call it elsewhere, in ``on_train_epoch_start`` for
-        example.
+        The hooks that come before a loop call this. A subclass may call it elsewhere, as in ``on_train_epoch_start``.
 
         Raises:
             BatchSizeError: No size fits, or a search is not possible here.

@@ -81,8 +81,7 @@ class EffectiveBatchSize(Callback):
         refuse_fixed_sizes(trainer, f"EffectiveBatchSize({self.global_batch_size})", accumulates=True)
         set_up = trainer.strategy.setup
 
-        # Not now: the module's own setup hook, which may make what its loaders read, has not been called yet. And not
-        # later: the schedules of optimizers count steps.
+        # Not now: the module's setup hook may still make what its loaders read. Not later: schedules count steps.
         def setup(trainer: Trainer) -> None:
             put_back()
             with replaced(trainer, accumulate_grad_batches=1):  # a hook that makes a loader may read it

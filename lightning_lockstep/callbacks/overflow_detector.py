@@ -178,7 +178,6 @@ class OverflowDetector(EndsWithRun):
             _log.warning("nan or inf in %d optimizer steps in a row; see the report above", times)
 
     def _skip(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        """Skip this optimizer step."""
         self._detection.gradients.skip_step(optimizer)
         self.skipped_steps += 1
         self._has_skipped = True

@@ -40,8 +40,7 @@ _log = logging.getLogger(__name__)
 class StragglerExchange:
     """Sends this rank's steps to rank 0, which compares them; one object on every rank for each fit."""
 
-    # They are sent in batches of `every_n_steps`. On a GPU the last of them may not be known at once: then a batch is
-    # sent after a later step.
+    # They are sent in batches of `every_n_steps`, after a later step if a GPU has not measured the last of them yet.
 
     def __init__(self, communicator: Communicator, *, every_n_steps: int, min_share: float) -> None:
         channel, world_size = communicator.side_channel, communicator.world_size
@@ -84,12 +83,10 @@ class StragglerExchange:
         found: list[Window] = []
         while of_ranks := self._gather.take(self._compared, whole=whole):
             self.hosts |= {rank: sent["host"] for rank, sent in of_ranks.items()}
-            for place in range(self._every):
-                steps = {rank: sent["steps"][place : place + 1] for rank, sent in of_ranks.items()}
-                if times := {
-                    rank: RankTimes(*one) for rank, of_rank in steps.items() for one in of_rank if one
-                }:
-                    number = self._compared * self._every + place
+            for position in range(self._every):
+                steps = {rank: sent["steps"][position : position + 1] for rank, sent in of_ranks.items()}
+                if times := {rank: RankTimes(*one) for rank, sent in steps.items() for one in sent if one}:
+                    number = self._compared * self._every + position
                     found += filter(None, [self.tracker.add(number, times)])
             self._compared += 1
         return found
@@ -106,8 +103,7 @@ class StragglerMonitor(EndsWithRun):
 
     Each rank measures, by its own clock, how long it waits for others in the collectives of its steps: the rank that
     waits least is the one that the others wait for. On a GPU the device's waiting is measured. Rank 0 prints a line
-    when another rank becomes that one, gives figures to the Trainer's loggers, and prints a table of the ranks at the
-    end.
+    when another rank becomes that one, gives figures to the Trainer's loggers, and prints a table at the end.
 
     Args:
         every_n_steps: Optimizer steps after which the ranks send their figures to rank 0, which decides.

@@ -34,6 +34,7 @@ _DEFAULT_STAGE = 2
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Sections in which DeepSpeed ignores a key that it does not know.
 _UNCHECKED = ("activation_checkpointing", "aio", "optimizer", "scheduler")
+_UNKNOWN = "DeepSpeed has no such key in this section."
 _NEVER = 10**12  # steps between two prints of DeepSpeed
 
 
@@ -69,9 +70,7 @@ def _content_of(path: Path) -> object:
 def _plain(value: Any, key: str = "") -> Any:
     """Return a value in plain containers, without nulls but in the parameters of optimizers and schedulers."""
     if isinstance(value, Mapping):
-        return {
-            name: _plain(inner, name) for name, inner in value.items() if inner is not None or key == "params"
-        }
+        return {name: _plain(one, name) for name, one in value.items() if one is not None or key == "params"}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return [_plain(inner) for inner in value]
     return value  # process groups and dtypes, which some keys hold, are not copied
@@ -109,24 +108,25 @@ def with_named_options(
     if not isinstance(zero, Mapping):
         raise ConfigurationError(f"zero_optimization={zero!r}: expected a section such as {{'stage': 2}}.")
     joined["zero_optimization"] = zero = dict(zero)
-    _settle(zero, "stage", stage, "stage={!r} of the strategy", faults, path="zero_optimization.")
+    _settle(zero, "stage", stage, f"stage={stage!r} of the strategy", faults, path="zero_optimization.")
     if not is_given(zero.get("stage")):
         zero["stage"] = _DEFAULT_STAGE
-    is_kept_there = False
+    uses_nvme = False
     for name, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_param)):
         inner = zero.get(name, {})
         if not isinstance(inner, Mapping) or (not inner and device in (None, "none")):
             continue
-        zero[name], path = dict(inner), f"zero_optimization.{name}."
-        _settle(zero[name], "device", device, f"{name}={{!r}} of the strategy", faults, path=path)
-        if zero[name].get("device") == "nvme":
-            is_kept_there = True
+        zero[name] = inner = dict(inner)
+        path = f"zero_optimization.{name}."
+        _settle(inner, "device", device, f"{name}={device!r} of the strategy", faults, path=path)
+        if inner.get("device") == "nvme":
+            uses_nvme = True
             folder = None if nvme_path is None else str(nvme_path)
-            _settle(zero[name], "nvme_path", folder, "nvme_path={!r} of the strategy", faults, path=path)
-            found = zero[name].get("nvme_path")
+            _settle(inner, "nvme_path", folder, f"nvme_path={folder!r} of the strategy", faults, path=path)
+            found = inner.get("nvme_path")
             faults.check(is_given(found), "nvme_path", found, f"a folder, because {name} is 'nvme'")
     expected = "None, because neither offload_optimizer nor offload_param is 'nvme'"
-    faults.check(nvme_path is None or is_kept_there, "nvme_path", str(nvme_path), expected)
+    faults.check(nvme_path is None or uses_nvme, "nvme_path", str(nvme_path), expected)
     faults.raise_all()
     return joined
 
@@ -134,11 +134,11 @@ def with_named_options(
 def _settle(
     inner: dict[str, Any], key: str, given: object, other: str, faults: Faults, *, path: str = ""
 ) -> None:
-    """Set what is given elsewhere; add a line if the configuration says something else."""
+    """Set what is given elsewhere, by ``other``; add a line if the configuration says something else."""
     if given is None:
         return
     if is_given(written := inner.get(key)) and written != given:
-        both = f"{path}{key}={written!r} in the config and {other.format(given)}"
+        both = f"{path}{key}={written!r} in the config and {other}"
         faults.add(f"{both}: expected one of the two, or the same in both.")
     inner[key] = given
 
@@ -195,16 +195,13 @@ def completed(config: Mapping[str, Any], values: TrainerValues, world_size: int)
 def _with_trainer(config: Mapping[str, Any], values: TrainerValues, faults: Faults) -> dict[str, Any]:
     """Return a configuration with what the Trainer says; add a line for each thing that both say differently."""
     full: dict[str, Any] = without_auto(config)
-    for key, given, other in (
-        (
-            "gradient_accumulation_steps",
-            values.accumulate_grad_batches,
-            "accumulate_grad_batches={!r} of the Trainer",
-        ),
-        ("gradient_clipping", values.gradient_clip_val, "gradient_clip_val={!r} of the Trainer"),
-        ("train_micro_batch_size_per_gpu", values.batch_size, "batch_size={!r} of the training loader"),
+    for key, name, owner in (
+        ("gradient_accumulation_steps", "accumulate_grad_batches", "Trainer"),
+        ("gradient_clipping", "gradient_clip_val", "Trainer"),
+        ("train_micro_batch_size_per_gpu", "batch_size", "training loader"),
     ):
-        _settle(full, key, given, other, faults)
+        given = getattr(values, name)
+        _settle(full, key, given, f"{name}={given!r} of the {owner}", faults)
     if values.precision is not None:
         wanted, other = PRECISIONS.get(values.precision), f"precision={values.precision!r} of the Trainer"
         # torch_autocast lowers the precision too, and may stand beside float32 alone.
@@ -274,9 +271,6 @@ def parsed(config: Mapping[str, Any], world_size: int, faults: Faults) -> Any:
     return read
 
 
-_UNKNOWN = "DeepSpeed has no such key in this section."
-
-
 def _parse(given: _Asked, world_size: int, faults: Faults) -> Any:
     """Return what DeepSpeed reads in a configuration, or None if it refuses that."""
     from deepspeed.runtime import config as parser
@@ -289,9 +283,9 @@ def _parse(given: _Asked, world_size: int, faults: Faults) -> Any:
             return parser.DeepSpeedConfig(given)
     except ValidationError as error:
         # DeepSpeed ends at the first section that it refuses, so it gets the configuration again without these keys.
-        places = [(_refuse(given, one, faults), one["loc"]) for one in error.errors()]
-        if all(name for name, _ in places):
-            for name, (first, *_) in places:
+        refused = [(_refuse(given, one, faults), one["loc"]) for one in error.errors()]
+        if all(name for name, _ in refused):
+            for name, (first, *_) in refused:
                 given[name] = {key: value for key, value in given[name].items() if key != first}
             return _parse(given, world_size, faults)
     except Exception as error:  # assertions, and errors of every kind for values of another type
@@ -303,7 +297,7 @@ def _parse(given: _Asked, world_size: int, faults: Faults) -> Any:
 
 
 def _refuse(config: Mapping[str, Any], error: Mapping[str, Any], faults: Faults) -> str:
-    """Add a line for one of pydantic's errors; return the section, which it does not know, or nothing without one."""
+    """Add a line for one of pydantic's errors; return the name of the section it is in, or '' if that is not known."""
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
     way, what = [str(part) for part in error["loc"]], f"DeepSpeed refuses it: {error['msg'].rstrip('.')}."

@@ -44,7 +44,7 @@ class Limit:
     def changes(self) -> dict[str, Any]:
         return {self.path: self.instead, **self.also}
 
-    def __str__(self) -> str:
+    def replacement_text(self) -> str:
         return " and ".join(f"{path}={value!r}" for path, value in self.changes.items())
 
 
@@ -55,15 +55,18 @@ def refuse_or_adapt(
     refused, adapted, lines = [], dict(config), []
     for one in (*_under_lightning(config), *(_on_a_cpu(config) if device_type == "cpu" else ())):
         if not adapt or one.instead is None:
-            how = "Remove it" if one.instead is None else f"Write {one}, as adapt=True of the strategy does"
+            how = "Remove it"
+            if one.instead is not None:
+                how = f"Write {one.replacement_text()}, as adapt=True of the strategy does"
             refused.append(f"{one.path}={one.given!r}: {one.why}. {how}.")
             continue
-        lines.append(f"{one} instead of {one.path}={one.given!r}: {one.why}.")
+        lines.append(f"{one.replacement_text()} instead of {one.path}={one.given!r}: {one.why}.")
         for path, value in one.changes.items():
             inner = adapted
             *sections, key = path.split(".")
             for name in sections:
-                inner[name] = inner = dict(section(inner, name))
+                inner[name] = dict(section(inner, name))
+                inner = inner[name]
             inner[key] = value
     if refused:
         raise ConfigurationError(refused)
@@ -84,22 +87,21 @@ def _under_lightning(config: Mapping[str, Any]) -> Iterator[Limit]:
     if section(config, "pipeline"):
         why = "DeepSpeed divides only its own PipelineModule in stages, which Lightning cannot train"
         yield Limit("pipeline", config["pipeline"], why)
+    zero = section(config, "zero_optimization")
     same_batch = "several ranks would need the same batch, and Lightning gives each rank its own"
+    no_weights = "a fit that goes on would have zeros for the weights of some ranks"
     for path, size, least, why in (
         ("tensor_parallel.autotp_size", section(config, "tensor_parallel").get("autotp_size"), 2, same_batch),
         ("sequence_parallel_size", config.get("sequence_parallel_size"), 2, same_batch),
-        (
-            "zero_optimization.mics_shard_size",  # DeepSpeed 0.19.8 refuses it itself
-            *(section(config, "zero_optimization").get("mics_shard_size"), 1),
-            "a fit that goes on would have zeros for the weights of some ranks",
-        ),
+        # DeepSpeed 0.19.8 refuses this one itself.
+        ("zero_optimization.mics_shard_size", zero.get("mics_shard_size"), 1, no_weights),
     ):
         if is_whole(size) and size >= least:
             yield Limit(path, size, why)
     if writer := section(config, "checkpoint").get("writer"):
         why = "DeepSpeed's writers need its own launcher, and may still write when the checkpoint counts as complete"
         yield Limit("checkpoint.writer", writer, why)
-    zero, autocast = section(config, "zero_optimization"), section(config, "torch_autocast")
+    autocast = section(config, "torch_autocast")
     stage, dtype = zero["stage"], autocast.get("dtype")
     if autocast.get("enabled") is True and str(dtype).lower() in _FLOAT16 and stage > 0:
         why = "with ZeRO nothing lowers its loss scale when gradients overflow, so no more steps are taken"
@@ -181,8 +183,7 @@ class RunConfig:
 
     def check_trainer(self, devices: Sequence[torch.device], device_type: str, world_size: int) -> None:
         """Hold the configuration against the Trainer under construction, DeepSpeed's parser and the devices."""
-        # An accumulation of 1, the default, counts as not given: a program such as ours gives the Trainer all its
-        # defaults.
+        # An accumulation of 1, the default, counts as not given: programs such as ours give the Trainer all defaults.
         accumulation = given_to_trainer("accumulate_grad_batches")
         self._accumulation_given = accumulation not in (None, 1)
         values = TrainerValues(
@@ -211,8 +212,7 @@ class RunConfig:
 
     def of_fit(self, trainer: Any, *, precision: str, world_size: int) -> dict[str, Any]:
         """Return the complete configuration of a fit that begins; on all ranks together."""
-        # The layers of the module are made by then. The loader is asked only if the configuration needs it, because
-        # that calls the user's hooks.
+        # The layers of the module are made by then. The loader, which calls the user's hooks, is asked only if needed.
         sizes = {"train_micro_batch_size_per_gpu", "train_batch_size"}
         values = TrainerValues(
             precision=precision,

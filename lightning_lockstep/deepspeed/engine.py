@@ -26,9 +26,8 @@ from lightning_lockstep.steps.patching import replaced
 
 def adopt_process_group(local_rank: int, timeout: timedelta) -> Callable[[], None]:  # takes the variable back
     """Let DeepSpeed use the process group that exists, whatever its backend; the timeout is of its own sub-groups."""
-    # DeepSpeed reads the local rank from the environment. It is removed when the run has ended, because the next
-    # Trainer of this process would take it for a sign that somebody else has started the ranks. What DeepSpeed keeps
-    # of the group is forgotten with the group.
+    # DeepSpeed reads the local rank from the environment. It is removed when the run ends, because the next Trainer
+    # would take it for a sign that others have started the ranks. What DeepSpeed keeps of the group goes with it.
     import deepspeed
 
     if deepspeed.comm.comm.cdb is None:

@@ -46,7 +46,7 @@ class EngineAdapter(StepGradients):
         """The optimizer that DeepSpeed's own has inside, or that is there without one."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
-    # the loss scale
+    # -- the loss scale --
 
     def outcome(self) -> StepOutcome | None:
         """Return what is known of the last optimizer step; ``None``: nothing checks or scales gradients."""
@@ -65,7 +65,7 @@ class EngineAdapter(StepGradients):
         """Return the smallest loss scale, if it adapts itself."""
         return None
 
-    # gradients of this rank, and steps that are skipped, as OverflowDetector needs them
+    # -- gradients of this rank, and steps that are skipped, as OverflowDetector needs them --
 
     def steps_now(self) -> bool:
         return bool(self.engine.is_gradient_accumulation_boundary())
@@ -93,7 +93,7 @@ class EngineAdapter(StepGradients):
     def why_skips_are_too_many(self) -> str | None:
         return None if self.history is None else self.history.verdict()
 
-    # the sizes of a batch, and trials of others
+    # -- the sizes of a batch, and trials of others --
 
     def set_sizes(self, *, batch_size: int, accumulate: int) -> None:
         self.engine.set_train_micro_batch_size(batch_size)
@@ -104,7 +104,7 @@ class EngineAdapter(StepGradients):
         self.engine.micro_steps = 0
         self.set_sizes(batch_size=self.engine.train_micro_batch_size_per_gpu(), accumulate=passes)
 
-    # what a checkpoint has
+    # -- what a checkpoint has --
 
     def refresh_copies(self) -> None:
         refresh = getattr(self.optimizer, "refresh_fp32_params", None)
@@ -112,7 +112,7 @@ class EngineAdapter(StepGradients):
             refresh()
 
     def layout(self) -> dict[str, Any]:
-        """Return what the places of values in the files of a checkpoint depend on."""
+        """Return what the positions of values in the files of a checkpoint depend on."""
         engine = self.engine
         stage, names = engine.zero_optimization_stage(), engine.param_names
         groups = [[names[parameter] for parameter in group] for group in self.parameter_groups()]
@@ -297,33 +297,34 @@ class Stage3(Zero):
         _find_overflow_once(self.optimizer, "_overflow_check_and_loss_scale_update", overflow=True)
 
     def parameter_groups(self) -> list[list[Any]]:
-        found: list[list[Any]] = [[] for _ in self.optimizer.optimizer.param_groups]
+        found: list[list[Any]] = [[] for _ in self.torch_optimizer.param_groups]
         for number, parameters in enumerate(self.optimizer.fp16_groups):
             found[self.optimizer.sub_group_to_group_id[number]] += parameters
         return found
 
     def pieces(self, rank: int) -> list[list[Pieces]]:
         optimizer = self.optimizer
-        found: list[list[Pieces]] = [[] for _ in optimizer.optimizer.param_groups]
+        found: list[list[Pieces]] = [[] for _ in self.torch_optimizer.param_groups]
         for number, vector in enumerate(optimizer.fp32_partitioned_groups_flat):
-            place, pieces = 0, []
+            start, pieces = 0, []
             for parameter in optimizer.fp16_groups[number]:
                 length = parameter.ds_tensor.numel()
-                pieces.append((parameter, rank * length, place, length))
-                place += length
+                pieces.append((parameter, rank * length, start, length))
+                start += length
             found[optimizer.sub_group_to_group_id[number]].append((vector, pieces))
         return found
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.optimizer._set_fp32_optimizer_param_groups()
         try:
-            self.optimizer.optimizer.load_state_dict(state)
+            self.torch_optimizer.load_state_dict(state)
         finally:
             self.optimizer._clear_fp32_optimizer_param_groups()
 
 
 def adapter_of(engine: Any) -> EngineAdapter:
     """Return what an engine is seen through, by what its optimizer has."""
+    # `Zero` is for an optimizer of ZeRO that is not known here: its loss scale can be read, its gradients cannot.
     for kind in (Stage3, Stages1And2, Bf16, Whole16, Zero):
         if hasattr(engine.optimizer, kind.mark):
             return kind(engine)
@@ -342,13 +343,13 @@ def gradients_of(engine: Any, history: Any = None) -> EngineAdapter:
     return adapter
 
 
-def _find_overflow_once(owner: Any, *methods: str, **then: Any) -> None:
-    """Let the methods that look for an overflow report one, once, and give the owner these attributes then."""
+def _find_overflow_once(owner: Any, *methods: str, **restores: Any) -> None:
+    """Let the methods that look for an overflow report one, once; then set these attributes of the owner."""
 
     def found(*args: Any, **kwargs: Any) -> bool:
         for name in methods:
             delattr(owner, name)  # those of the class are there again
-        for name, value in then.items():
+        for name, value in restores.items():
             setattr(owner, name, value)
         return True
 

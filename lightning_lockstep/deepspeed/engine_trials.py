@@ -22,7 +22,7 @@ from lightning_lockstep.steps.isolated_step import gradients_apart
 from lightning_lockstep.steps.patching import assigned, replaced
 from lightning_lockstep.steps.snapshot import StoredCopies
 
-# -- Forward and backward passes that DeepSpeed's engine does not notice, as a replay or a trial needs them
+# -- Forward and backward passes that DeepSpeed's engine does not notice, as a replay or a trial needs them --
 
 
 @contextmanager
@@ -31,9 +31,9 @@ def without_engine(strategy: Any, module: LightningModule, engine: Any) -> Itera
     # In stages 0 to 2 of ZeRO gradients are kept apart. In stage 3 parameters are gathered module by module as in
     # training, by all ranks together; their gradients are computed and let go. Either way none reaches the engine.
     precision = PlainPrecision(strategy.precision_plugin, engine)
-    apart = gradients_apart(module.parameters(), hooks=False)
-    if engine.zero_optimization_partition_weights():
-        apart = _divided_parameters(module, engine)
+    is_divided = engine.zero_optimization_partition_weights()
+    parameters = module.parameters()
+    apart = _divided_parameters(module, engine) if is_divided else gradients_apart(parameters, hooks=False)
     with apart, assigned(strategy, precision_plugin=precision):
         yield
 
@@ -89,7 +89,7 @@ class PlainPrecision(Precision):
         super().backward(tensor, model, optimizer, *args, **kwargs)
 
 
-# -- All that a step of DeepSpeed's engine changes, put back although the step may have ended anywhere --
+# -- All that a step of DeepSpeed's engine changes, put back wherever the step has ended --
 # The engine keeps its state in many objects: flags and counters, buckets half full of gradients, parameters
 # that are gathered or not, a trace of the order of modules. None of it is meant to be put back. So every
 # object of DeepSpeed that can be reached from the engine is remembered with its attributes, every list and
@@ -125,7 +125,7 @@ class EngineState:
         self._values.restore()
 
     def _keep(self, value: Any) -> Iterator[Any]:
-        """Remember one object, and return what it leads to."""
+        """Remember one object, and yield what it leads to."""
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value
@@ -223,8 +223,7 @@ class EngineTrials:
     @contextmanager
     def alone(self, *, accumulates: bool) -> Iterator[int]:
         """Let the engine make steps in the body whose collectives are answered on this rank."""
-        # Yields the batches of an optimizer step. Gradients of two are accumulated if the run accumulates:
-        # more of them need no more memory.
+        # Yields the batches of an optimizer step: two if the run accumulates, because more need no more memory.
         from deepspeed import checkpointing
         from deepspeed.runtime.zero import utils
 
@@ -241,7 +240,7 @@ class EngineTrials:
                 checkpointing.reset()  # activations that only a backward removes, which may not have run
 
     def _largest_bucket(self) -> int | None:
-        """Return how much of a bucket takes memory, if what a small model leaves empty takes none [elements]."""
+        """Return the elements of a bucket that a trial fills; None: no limit, because a GPU reserves all of it."""
         if self._strategy.root_device.type != "cpu":
             return None
         parameters = self._strategy.lightning_module.parameters()

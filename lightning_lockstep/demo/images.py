@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from lightning_lockstep._settings import Faults, is_number, is_whole
 from lightning_lockstep.demo.data import ClassifierModule, GlobalBatchDataModule
 
-# -- 1797 grey images of 8 x 8 pixels, in the same order as scikit-learn's `load_digits` has them
+# -- 1797 grey images of 8 x 8 pixels, in the same order as scikit-learn's `load_digits` has them --
 
 
 class DigitsData(GlobalBatchDataModule):

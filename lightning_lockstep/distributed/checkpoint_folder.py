@@ -36,8 +36,7 @@ def whole_folder(
     on_each_node: bool = False,  # the nodes write to disks of their own
 ) -> Iterator[str]:
     """Give a folder to write into, which takes the place of ``target`` once all have written. Ranks: all, together."""
-    # A run that is killed meanwhile leaves the folder that was there before. A node that cannot write there raises an
-    # OSError on all ranks.
+    # A run that is killed meanwhile leaves the folder of before. A node that cannot write there raises on all ranks.
     if "://" in target:
         yield target
         return

@@ -11,14 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from lightning_lockstep.errors import CollectiveStallError
 
 # -- Gradient compression hooks of DistributedDataParallel, by name --
 
 HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
-
 
 # A collective that did not end has this long after its timeout to raise its own error, which says more [s].
 _LATER = 5.0
@@ -48,20 +46,19 @@ def compression_hook(
         hook = getattr(default_hooks, f"{hook}_hook")
     if not callable(hook):
         return None, state
-    alone = hook in _ONE_COLLECTIVE and wrapper is None
+    ends_by_itself = hook in _ONE_COLLECTIVE and wrapper is None
     made = wrapper(hook) if wrapper is not None else hook
 
     def in_order(state: Any, bucket):  # type: ignore[no-untyped-def]  # torch looks at the annotation
-        # NCCL runs callbacks at once, gloo and mpi4py in threads of their own. There a callback's collective and that
-        # of the next bucket may begin in another order on each rank: with equal shapes the weights differ without an
-        # error.
+        # NCCL runs callbacks at once, gloo and mpi4py in threads of their own. There a callback's collective and the
+        # next bucket's may begin in different orders on the ranks: with equal shapes weights differ without an error.
         future = made(state, bucket)
         # Torch raises an error for what is not a future.
-        waits = not alone and isinstance(future, torch._C.Future)
+        waits = not ends_by_itself and isinstance(future, torch._C.Future)
         if waits and not (bucket.buffer().is_cuda and "nccl" in dist.get_backend_config()):
-            over = threading.Event()
-            future.add_done_callback(lambda _: over.set())
-            if not over.wait(timeout + _LATER):
+            is_complete = threading.Event()
+            future.add_done_callback(lambda _: is_complete.set())
+            if not is_complete.wait(timeout + _LATER):
                 raise CollectiveStallError(
                     f"The future that {getattr(hook, '__qualname__', hook)} returned for bucket {bucket.index()} is not"
                     f" complete after {timeout:g} s, the timeout of the process group. Outside NCCL a bucket is"
@@ -84,20 +81,6 @@ def compression_hook(
 
 def ddp_of(model: object) -> DistributedDataParallel | None:
     return model if isinstance(model, DistributedDataParallel) else None
-
-
-def parameters_in_words(module: nn.Module) -> list[str]:
-    """Return for each parameter what must be equal on all ranks, in the order in which DDP reduces gradients."""
-
-    def shape(parameter: Any) -> object:
-        if is_lazy(parameter):
-            return "of unknown shape"
-        return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-    return [
-        f"{name} {shape(p)} {str(p.dtype).removeprefix('torch.')} {'trained' if p.requires_grad else 'frozen'}"
-        for name, p in module.named_parameters()
-    ]
 
 
 def untouched_buckets(model: object) -> int:
@@ -150,8 +133,7 @@ def deliver_gradients(
     backward_began: bool,
 ) -> None:
     """Let gradients arrive at their parameters as at the end of a backward."""
-    # Hooks of the parameters see each gradient once, it is added to ``.grad``, and DDP reduces it and
-    # finishes its step.
+    # Hooks of the parameters see each gradient once, it is added to ``.grad``, DDP reduces it and ends its step.
     reduces = ddp is not None and ddp.require_backward_grad_sync
     parameters = list(gradients)
     if ddp is None or not reduces or ddp.find_unused_parameters:

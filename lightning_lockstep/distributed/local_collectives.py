@@ -58,11 +58,11 @@ class Operator:
         self.name = name  # in ``c10d``, such as ``allreduce_``
         self.overload: Any = getattr(torch.ops.c10d, name).default
         schema = self.overload._schema  # the names and the number of what it is given and returns
-        # Of each argument, by its name in the schema; those before the process group are tensors.
+        # Where each argument is, by its name in the schema; those before the process group are tensors.
         self.positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
         self.returned = len(schema.returns)  # the last value is the work handle
 
-    def argument(self, args: Sequence[Any], name: str, default: Any = None) -> Any:
+    def argument_or(self, args: Sequence[Any], name: str, default: Any = None) -> Any:
         """Return an argument by its name, or ``default`` if it was left out or the operator does not have it."""
         position = self.positions.get(name)
         return default if position is None or position >= len(args) else args[position]
@@ -143,7 +143,7 @@ def _kernel(name: str) -> Callable[..., Any]:
     operator = Operator(name)
 
     def kernel(*args: Any) -> Any:
-        given = partial(operator.argument, args)
+        given = partial(operator.argument_or, args)
         work = answer(
             name,
             dist.ProcessGroup.unbox(given("process_group")),
@@ -170,16 +170,16 @@ def answer(
 ) -> Any:
     """Answer one collective in place, and return a work handle that is complete."""
     _answers[-1].count += 1
-    for places, source in _copies(name, group.rank(), group.size(), tensors, root, splits):
-        for place in places:
-            if place.numel() != source.numel():
+    for targets, source in _copies(name, group.rank(), group.size(), tensors, root, splits):
+        for target in targets:
+            if target.numel() != source.numel():
                 raise _unanswered(
                     name,
-                    f"it was given room for {place.numel()} values of another rank, but this rank's own tensor, which"
+                    f"it was given room for {target.numel()} values of another rank, but this rank's own tensor, which"
                     f" stands for that rank's, has {source.numel()}",
                 )
             # `data` has a separate version: a backend does not raise the version of what it writes to, either.
-            place.data.copy_(source.data.reshape(place.shape))
+            target.data.copy_(source.data.reshape(target.shape))
     if "reduce" in name:
         _reduce(name, tensors[0], group.size(), reduction)
     future: torch.futures.Future[Any] = torch.futures.Future()
@@ -233,7 +233,7 @@ def _pairs(tensors: Sequence[Any]) -> Iterable[tuple[Any, Any]]:
 
 
 def _parts(given: Any, size: int, rows: Sequence[int] | None = None) -> Sequence[Tensor]:
-    """Return the part of each rank: of a list its entries, of a tensor its rows, by default equally many values."""
+    """Return the part of each rank: an entry of a list; of a tensor its number of rows, by default equal parts."""
     if not isinstance(given, Tensor):
         return list(given)
     return torch.split(given.data, list(rows)) if rows else given.data.view(-1).tensor_split(size)
@@ -254,8 +254,7 @@ def watch_waits(begins: Callable[[], None], ends: Callable[[], None]) -> Callabl
     changed, own = [(cls, cls.wait) for cls in classes], threading.current_thread()
 
     def timed(wait: Callable[..., Any], work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-        # Other threads of Python wait for something else. Torch's own, which run a backward on a GPU, have no name in
-        # Python, which calls them Dummy-1 and so on.
+        # Other Python threads wait for something else. Torch's, which run a backward on a GPU, are Dummy-1 and so on.
         thread = threading.current_thread()
         if thread is not own and not thread.name.startswith("Dummy"):
             return wait(work, *args, **kwargs)

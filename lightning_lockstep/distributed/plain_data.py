@@ -205,9 +205,7 @@ def load_without_objects(
             content[key] = {}
     for key in _THEIR_TYPES:
         content.pop(key, None)
-    objects = list(_others_in({key: value for key, value in content.items() if key != "state_dict"}))
-    if objects:
-        raise ConfigurationError(
-            f"{path}: holds objects of classes: {listed(objects, _MOST_NAMED)}. {_TRUST}"
-        )
+    others = list(_others_in({key: value for key, value in content.items() if key != "state_dict"}))
+    if others:
+        raise ConfigurationError(f"{path}: holds objects of classes: {listed(others, _MOST_NAMED)}. {_TRUST}")
     return content  # type: ignore[no-any-return]

@@ -29,7 +29,7 @@ from lightning_lockstep._text import first_line
 from lightning_lockstep.distributed.rendezvous import ANY, listening_address
 from lightning_lockstep.errors import LaunchError
 
-# ------------------------------------------------------------------ the group of ranks
+# -- The group of ranks --
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ def forget_group() -> None:
     _groups.clear()
 
 
-# ------------------------------------------------------------------ the store at which ranks meet
+# -- The store at which ranks meet --
 
 _stores: dict[tuple[str, int], Store] = {}
 _made: Counter[tuple[str, int]] = Counter()  # process groups made on each of them
@@ -86,8 +86,7 @@ def rendezvous_store(
 ) -> Store:
     """Return the store at which all ranks of this job can meet before any process group exists."""
     # There is one for each address, made when first asked for. Rank 0 hosts it, except under torchrun, whose agent
-    # does; all others wait up to `timeout` [s] for it to answer. `name`: what the ranks of this job have in common, and
-    # no other job.
+    # does; all others wait up to `timeout` [s] for it to answer. `name`: what only this job's ranks have in common.
     address = address or os.environ.get("MASTER_ADDR")
     port = port or int(os.environ.get("MASTER_PORT", 0))
     if not address or not port:
@@ -136,8 +135,7 @@ def _check_name(store: Store, rank: int, name: str, place: str) -> None:
 
 def host_rendezvous(address: str, *, everywhere: bool = False) -> int:
     """Listen at ``address`` on a port that the system chooses, and return that port."""
-    # Rank 0 calls it before it starts the others. ``everywhere``: on all interfaces, if it is not known yet by
-    # which one the others come.
+    # Rank 0 calls it before it starts the others. ``everywhere``: on all interfaces, if it is not known which they use.
     store = _tcp_store(address, 0, None, listens_at=ANY if everywhere else listening_address(address))
     _stores[address, store.port] = store
     return int(store.port)
@@ -174,7 +172,7 @@ def forget_rendezvous() -> None:
     _place_before.clear()
 
 
-# ------------------------------------------------------------------ torch's default process group
+# -- Torch's default process group --
 
 
 def process_group_exists() -> bool:

@@ -115,7 +115,7 @@ def is_own(address: str) -> bool:
     return False
 
 
-# -- The secret that the ranks of one job share, and what is made of it: keys of the side channel, signatures
+# -- The secret that the ranks of one job share, and what is made of it: keys of the side channel, signatures --
 #
 # Whoever starts the ranks makes the token and hands it on in their environment, where only processes of the same user
 # can read it. If no launcher of ours starts them (``torchrun``, ``srun``) and all are on one host, each derives it from

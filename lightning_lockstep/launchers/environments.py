@@ -106,8 +106,7 @@ class SlurmStepEnvironment(_StartedOutside, SLURMEnvironment):
 class MPIEnvironment(_StartedOutside):
     """The cluster environment of ranks of an MPI job."""
 
-    # The ranks agree over MPI where to meet when they are first asked, so that no port is fixed and several jobs on a
-    # host do not collide.
+    # The ranks agree over MPI where to meet when they are first asked: without a fixed port no jobs on a host collide.
 
     @staticmethod
     def detect() -> bool:
@@ -141,8 +140,7 @@ class SrunMPIEnvironment(MPIEnvironment, SlurmStepEnvironment):
 class LockstepEnvironment(LightningEnvironment):
     """The environment of ranks that we start ourselves, or that the user starts by hand on each node."""
 
-    # The port at which ranks meet is chosen when they are started, not taken from a variable that an earlier
-    # job of the same process may have left behind.
+    # The port at which ranks meet is chosen at their start: a variable may be that of an earlier job of this process.
 
     def adopt_port(self, port: int) -> None:
         """Use ``port`` for the rendezvous; the launcher calls this once it listens there."""

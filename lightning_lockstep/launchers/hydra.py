@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 # -- The command that starts one more rank of a Hydra program, with the configuration that rank 0 has --
 # Running the same command line again on every rank composes the configuration once per rank: `${now:...}`
 # gives each rank its own folder, quotes are lost on the way, and in a sweep a rank does not know which
-# of the jobs it belongs to. So the configuration is resolved once, on rank 0, and handed on in an environment
-# variable, which mpirun carries to other hosts too: a file would have to lie in a folder that all hosts share, where
+# of the jobs it belongs to. So the configuration is resolved once, on rank 0, and other ranks get it in an environment
+# variable, which mpirun also carries to other hosts: a file would have to lie in a folder that all hosts share, where
 # others may replace it, and a forced end would leave it behind. Every `@hydra.main` program accepts
 # `--experimental-rerun FILE`, which runs the program on a finished configuration and creates no folder. Hydra unpickles
 # that file, so it begins with a pickle of one call, which is the same for all jobs: the rest of the file is text.
@@ -94,19 +94,19 @@ def current_hydra_config() -> DictConfig | None:
 # -- What runs this program again --
 
 # The command of the program that has sent this process a job, if a launcher of sweeps has.
-_sent_by: tuple[list[str], str | None] | None = None
+_sender: tuple[list[str], str | None] | None = None
 
 
-def sent_by(program: tuple[list[str], str | None] | None) -> None:
-    """Start further ranks of this process with the command of the program that has sent it its job."""
-    global _sent_by
-    _sent_by = program
+def set_sender(program: tuple[list[str], str | None] | None) -> None:
+    """Let further ranks of this process be started with the command of the program that has sent it its job."""
+    global _sender
+    _sender = program
 
 
 def program_arguments(started_in: str) -> tuple[list[str], str | None]:
     """Return the arguments with which the interpreter runs this program again, and in which folder."""
-    if _sent_by is not None:
-        return _sent_by
+    if _sender is not None:
+        return _sender
     import __main__
 
     spec = getattr(__main__, "__spec__", None)
@@ -195,7 +195,7 @@ def without_hydra(config: DictConfig) -> DictConfig:
 
 
 def config_to_text(config: DictConfig | None, *, with_classes: bool = False) -> str:
-    """Return a configuration, or none, as text; with the names of its dataclasses, but for Hydra's own, if wanted."""
+    """Return a configuration as text, with the names of its dataclasses if ``with_classes``; never Hydra's own."""
     from omegaconf import OmegaConf
 
     if config is None:
@@ -215,11 +215,11 @@ def _types_in(container: Any, key: str = "") -> Iterator[tuple[str, str, str, st
     for name in container if OmegaConf.is_dict(container) else range(len(container)):
         if OmegaConf.is_missing(container, name) or OmegaConf.is_interpolation(container, name):
             continue
-        place, value = f"{key}[{name}]", container[name]
-        if OmegaConf.is_config(value) and place != "[hydra]":
-            yield from _types_in(value, place)
+        inner, value = f"{key}[{name}]", container[name]
+        if OmegaConf.is_config(value) and inner != "[hydra]":
+            yield from _types_in(value, inner)
         elif isinstance(value, enum.Enum):
-            yield place, type(value).__module__, type(value).__qualname__, value.name
+            yield inner, type(value).__module__, type(value).__qualname__, value.name
 
 
 def config_from_text(text: str) -> DictConfig | None:
@@ -232,24 +232,27 @@ def config_from_text(text: str) -> DictConfig | None:
     values, is_struct, types = json.loads(text)
     config: DictConfig = OmegaConf.create(values)
     classes = [(key, module, name) for key, module, name, member in types if not member]
+    # Dictionaries become the dataclasses that they were, the outermost first.
     for key, module, name in classes:
         given = OmegaConf.select(OmegaConf.create(values), key)
         typed: Any = OmegaConf.structured(operator.attrgetter(name)(importlib.import_module(module)))
-        for inner, *_ in classes:  # which `++` may have given keys that the class does not have
+        for inner, *_ in classes:  # `++` may have given them keys that the class does not have
             node = OmegaConf.select(typed, inner.removeprefix(key)) if inner.startswith(key) else None
             if node is not None:
                 OmegaConf.set_struct(node, False)
         typed = OmegaConf.merge(typed, given)
         for missing in [one for one in given if OmegaConf.is_missing(given, one)]:
-            typed[missing] = "???"
+            typed[missing] = "???"  # else it would have the default of the class
         if key:
             OmegaConf.update(config, key, typed, merge=False)
         else:
             config = typed
+    # Texts become the members of enumerations that they were.
     for key, module, name, member in types:
         if member:
             kind: Any = operator.attrgetter(name)(importlib.import_module(module))
             OmegaConf.update(config, key, kind[member])
+    # From here on the dataclasses accept no other keys.
     for key, *_ in classes:
         OmegaConf.set_struct(OmegaConf.select(config, key), None)
     if "hydra" in config:  # Hydra accepts only its own dataclass

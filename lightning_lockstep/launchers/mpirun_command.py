@@ -120,8 +120,8 @@ def _ssh(ssh_args: Sequence[str]) -> list[str]:
     return ["--prtemca", "plm_ssh_args", " ".join(ssh_args)] if ssh_args else []
 
 
-# -- The hosts of a hostfile, looked at before anything starts: each must accept ssh without a password, and let
-# mpirun start a process there. What else is wrong with a host or with the slots, mpirun says itself.
+# -- The hosts of a hostfile, looked at before anything starts --
+# Each must accept ssh without a password, and let mpirun start a process there. What else is wrong, mpirun says itself.
 
 _CONNECT = 6  # longest wait for ssh to connect [s]
 _ANSWER = 46  # longest wait for a host to answer [s]

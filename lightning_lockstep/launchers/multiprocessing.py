@@ -65,8 +65,9 @@ from lightning_lockstep.launchers.subprocess_script import runs_without_children
 if TYPE_CHECKING:
     from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 
-# -- Before a fork: a copy of a process has its memory and not its threads. What has started threads must be stopped
-# first: OpenMP can be, CUDA and XLA cannot, so they must not have been used.
+# -- Before a fork --
+# A copy of a process has its memory and not its threads. What has started threads must be stopped first: OpenMP can be,
+# CUDA and XLA cannot, so they must not have been used.
 
 _PAUSE_HARD = 2  # omp_pause_hard of OpenMP 5: end the threads, keep nothing
 

@@ -12,8 +12,7 @@
       publishes again when that is ready         same, with one member more
     ends as they end
 
-Only the end of a process by a signal is outlived. An exception, or an exit by the program's own will, ends all ranks as
-in any other run.
+Only the end of a process by a signal is outlived: an exception, or the program's own exit, ends all as in any run.
 """
 
 from __future__ import annotations
@@ -60,6 +59,8 @@ _ENDS_WITHIN = 20.0
 _LOOK_EVERY = 0.02
 # How long a host may be silent [s]; the channel gives it two seconds more to connect again.
 _HOST_SILENCE = 4.0
+# Messages between the first processes of the hosts: a process has ended, the run has, a process is to be started.
+_ENDED, _OVER, _START = "ended", "over", "start"
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,9 @@ class _HostProcesses(RankProcesses):
         self._channel, self._layout = channel, layout
         self._command, self._environ = rank_command(), environ
         self._asked_for: queue.SimpleQueue[int] = queue.SimpleQueue()  # processes to start
-        self._code: int | None = None  # of the run, once it has ended
-        channel.on("start", lambda message: self._asked_for.put(message.body))
-        channel.on("over", self._over)
+        self._code: int | None = None  # the exit code of the run, once it has ended
+        channel.on(_START, lambda message: self._asked_for.put(message.body))
+        channel.on(_OVER, self._take_code)
         if channel.rank:
             channel.watch_peers(self._cut_off)
 
@@ -126,17 +127,17 @@ class _HostProcesses(RankProcesses):
             code = process.returncode
             if code < 0 and is_stopping:  # what was asked to end is not lost
                 code = shell_exit_code(code)
-            self._channel.post("ended", [number, process.pid, code], to=0)
+            self._channel.post(_ENDED, [number, process.pid, code], to=0)
 
-    def _over(self, message: Message) -> None:
+    def _take_code(self, message: Message) -> None:
         self._code = int(message.body)
 
     def _cut_off(self, _: int) -> None:
-        text = (
-            f"host {socket.gethostname()} has lost the first host of the run (the network is cut, or the process there"
-            " that started the run was killed): its ranks are stopped."
+        end_now(
+            1,
+            f"\nlightning-lockstep: host {socket.gethostname()} has lost the first host of the run (the network is cut,"
+            " or the process there that started the run was killed): its ranks are stopped.\n",
         )
-        end_now(1, f"\nlightning-lockstep: {text}\n")
 
 
 class _Run:
@@ -156,20 +157,40 @@ class _Run:
         self._newcomers: list[int] = []  # that have not reached the Trainer yet
         # A rank is named by its number at the start, another process by that of the rank whose place it takes.
         self._names = {rank: rank for rank in ranks}
-        self._world_size, self._lost = len(ranks), list[FailureRecord]()
+        self._world_size = len(ranks)
+        self._lost: list[FailureRecord] = []
         # Of the last generation that has met: rank 0, and how many were lost before.
-        self._main = self._answered = self._code = 0
-        self._patience, self._deadline = grace_period + _ENDS_WITHIN, float("inf")  # of a run that ends
+        self._main = self._lost_before = 0
+        self._code = 0  # the exit code of the run
+        self._patience = grace_period + _ENDS_WITHIN
+        self._deadline: float | None = None  # of a run that is ending
         hosted.publish(ranks)
-        channel.on("ended", lambda message: self._ends.put(message.body))
+        channel.on(_ENDED, lambda message: self._ends.put(message.body))
         channel.watch_peers(self._host_ends)
 
     def _host_ends(self, host: int) -> None:
-        for number in [one for one, place in self._host_of.items() if place == host]:
+        for number in [one for one, its_host in self._host_of.items() if its_host == host]:
             self._ends.put((number, 0, None))
 
     def look(self) -> int | None:
         """Publish who is left if others have ended; return, and tell other hosts, with which code the run has."""
+        lost = self._take_ends()
+        self._take_newcomers()
+        request, has_met = self._hosted.request(), self._hosted.has_met()
+        if has_met:
+            self._hosted.free_first_call()
+        are_fewer = len(self._hosted.current.members) < self._world_size
+        if lost or request is not None or (self._spares and are_fewer and has_met and not self._code):
+            self._publish(lost, request or "")
+        is_late = self._deadline is not None and time.monotonic() >= self._deadline
+        if not is_late and not self._left.isdisjoint(self._hosted.current.members):
+            return None
+        self._say_what_was_lost()
+        self._channel.post(_OVER, self._code)
+        return self._code
+
+    def _take_ends(self) -> list[FailureRecord]:
+        """Take the processes that have ended since the last look; return those that are lost."""
         lost = []
         while not self._ends.empty():
             number, pid, code = self._ends.get()
@@ -183,27 +204,20 @@ class _Run:
                     say(
                         f"lightning-lockstep: a process that was to take a place has ended ({why}); the ranks go on."
                     )
-            elif (code is None or code < 0) and self._deadline == float("inf"):
+            elif (code is None or code < 0) and self._deadline is None:
                 lost.append(self._describe(number, pid, code))
                 if code and number in self._replaceable:
                     self._replace(self._host_of[number])
             elif code:
                 self._end(shell_exit_code(code))
+        return lost
+
+    def _take_newcomers(self) -> None:
+        """Let those that have reached the Trainer be spare processes."""
         self._newcomers = [one for one in self._newcomers if one in self._left]
-        for number in filter(self._hosted.has_come, list(self._newcomers)):
+        for number in filter(self._hosted.has_reached_trainer, list(self._newcomers)):
             self._newcomers.remove(number)
             self._spares.append(number)
-        asked, has_met = self._hosted.asked(), self._hosted.has_met()
-        if has_met:
-            self._hosted.free_first_call()
-        are_fewer = len(self._hosted.current.members) < self._world_size
-        if lost or asked is not None or (self._spares and are_fewer and has_met and not self._code):
-            self._publish(lost, asked or "")
-        if not self._left.isdisjoint(self._hosted.current.members) and time.monotonic() < self._deadline:
-            return None
-        self._say_what_was_lost()
-        self._channel.post("over", self._code)
-        return self._code
 
     def _replace(self, host: int) -> None:
         """Have a process started, on the host of one that was lost."""
@@ -211,7 +225,7 @@ class _Run:
         self._host_of[number] = host
         self._left.add(number)
         self._newcomers.append(number)
-        self._channel.post("start", number, to=host)
+        self._channel.post(_START, number, to=host)
 
     def _describe(self, number: int, pid: int, code: int | None) -> FailureRecord:
         host = self._host_of[number]
@@ -223,7 +237,8 @@ class _Run:
     def _publish(self, lost: list[FailureRecord], why_it_ends: str) -> None:
         """Let those that are left go on, or end because of the member that was lost last."""
         if self._hosted.has_met():
-            self._main, self._answered = self._names[self._hosted.current.members[0]], len(self._lost)
+            self._main = self._names[self._hosted.current.members[0]]
+            self._lost_before = len(self._lost)
         self._lost += lost
         left = [member for member in self._hosted.current.members if member in self._left]
         # They begin with the script's first call of a Trainer; somebody has to have a state to give.
@@ -245,11 +260,11 @@ class _Run:
 
     def _say_what_was_lost(self) -> None:
         """Say what was lost, unless a failure was reported."""
-        for event in () if self._code else self._hosted.told():
+        for event in () if self._code else self._hosted.reported_losses():
             say(f"lightning-lockstep: {event['text']}.")
         if not self._hosted.current.members:  # nobody is left to say it
             say(self._lost[-1].printed())
-        main = next((one for one in self._lost[self._answered :] if one.rank == self._main), None)
+        main = next((one for one in self._lost[self._lost_before :] if one.rank == self._main), None)
         if main is not None and not self._code and not self._hosted.has_met():
             self._code = main.exit_code
             say(
@@ -260,7 +275,7 @@ class _Run:
     def _end(self, code: int) -> None:
         """Expect all processes to end, with the code of the first that has."""
         self._code = self._code or code
-        self._deadline = min(self._deadline, time.monotonic() + self._patience)
+        self._deadline = self._deadline or time.monotonic() + self._patience
 
 
 class OutlivingLauncher(ScriptLauncher):
@@ -308,7 +323,7 @@ class OutlivingLauncher(ScriptLauncher):
                         channel.lingers = False  # nobody waits for what was posted last
                     supervisor.forget_group()
                     supervisor.in_batches = False
-                    with membership:  # in which all that are left connect
+                    with membership.connecting():
                         recovery.strategy.setup_environment()
                         recovery.share_state(call)
                 answer = supervisor.attempt(call_to_its_end)
@@ -328,8 +343,8 @@ class OutlivingLauncher(ScriptLauncher):
     def _run_ranks(self) -> int:
         """Start the ranks of this host, follow them to the end of the run, and return its exit code."""
         environ, settings = self._rank_environment(), self._strategy.settings
-        host, address, port = int(environ["NODE_RANK"]), environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        limit = settings.duration.total_seconds()
+        host, limit = int(environ["NODE_RANK"]), settings.duration.total_seconds()
+        address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         store = rendezvous_store(host, self.num_nodes, address=address, port=port, timeout=limit)
         channel, hosted = SideChannel(), HostedMembers(store)
         if hosted.has_begun():
@@ -344,15 +359,15 @@ class OutlivingLauncher(ScriptLauncher):
         layout = _Layout(self.num_nodes, self.num_processes, settings.spares)
         processes = _HostProcesses(channel, layout, environ)
         processes.start_members(layout.of_host(host))
-        run = None
-        if host == 0:
-            run = _Run(hosted, channel, layout, settings.least_ranks, settings.grace_period)
+        least, grace_period = settings.least_ranks, settings.grace_period
+        run = _Run(hosted, channel, layout, least, grace_period) if host == 0 else None
         code = processes.follow(run)
         channel.close()
         return code
 
     def _wait_for_hosts(self, channel: SideChannel, limit: float) -> None:
-        deadline, others = time.monotonic() + limit, range(1, self.num_nodes) if channel.rank == 0 else ()
+        deadline = time.monotonic() + limit
+        others = range(1, self.num_nodes) if channel.rank == 0 else ()
         gone: list[int] = []
         channel.watch_peers(gone.append)
         while missing := [host for host in others if not channel.answers(host)]:
@@ -372,9 +387,10 @@ class OutlivingLauncher(ScriptLauncher):
 
 def _end_of_run(membership: Membership, supervisor: RankSupervisor) -> RankFailedError:
     """Return what each rank raises if the run ends because of a lost member, which all of them know."""
-    error, is_first = membership.error(), membership.newest.members[:1] == (membership.me,)
+    error = membership.error()
     record = error.record
     assert isinstance(record, FailureRecord)
+    is_first = membership.newest.members[:1] == (membership.me,)
     text = keep_failure(record.in_folder(supervisor.folder())).printed() if is_first else ""
     exit_plan.force_exit_at_shutdown(record.exit_code)
     set_exit_report(error, ExitReport(text, record.exit_code, replaces=True))

@@ -64,7 +64,7 @@ class RankProcesses:
             time.sleep(0.0 if is_last else self.look_every)
 
     def wait(self, seconds: float = float("inf")) -> None:
-        """Wait until all have ended, or for so long."""
+        """Wait until all have ended, or for this long."""
         deadline = time.monotonic() + seconds
         for _ in self.looks():
             if time.monotonic() > deadline:

@@ -144,9 +144,8 @@ class RankSupervisor:
             return
         self._trainer = weakref.ref(trainer)
         tell_place_by(self._where)
-        # A rank that is told to end does so at its next batch; the others learn of it over the side channel.
-        # Lightning broadcasts a flag before each batch and another one in its signal handler, which then meets whatever
-        # the other ranks are sending.
+        # A rank that is told to end does so at its next batch; the others learn of it over the side channel. Lightning
+        # broadcasts a flag before each batch and one in its signal handler, which meets what other ranks are sending.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.at_step_boundary
         trainer._signal_connector._sigterm_notifier_fn = self._told_to_end
 

@@ -60,7 +60,7 @@ def find_slurm_step(environ: Mapping[str, str] = os.environ) -> StartedRank | No
 
 
 def slurm_job(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the name of this process's job as commands of Slurm take it; empty outside a job."""
+    """Return the name of this process's job as commands of Slurm take it; empty outside one."""
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID", "")
     return environ.get("SLURM_JOB_ID", "") if array is None else f"{array}_{task}"
 

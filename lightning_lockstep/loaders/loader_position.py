@@ -27,7 +27,8 @@ from lightning_lockstep.steps.patching import batch_size_of, put_in_place
 from lightning_lockstep.steps.snapshot import generators_of, gpu_state, set_gpu_state, set_random_states
 
 _log = logging.getLogger(__name__)
-_KEY = "lockstep_loader_position"
+#: The key of a checkpoint that holds the position.
+POSITION_KEY = "lockstep_loader_position"
 
 
 class LoaderPosition(Callback):
@@ -87,7 +88,7 @@ class LoaderPosition(Callback):
         }
         if not any("own" in one for one in mine["loaders"]):
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
-        checkpoint[_KEY] = {
+        checkpoint[POSITION_KEY] = {
             "world_size": communicator.world_size,
             "accumulated": accumulated,
             "ranks": [mine] if alone else communicator.gather(mine),
@@ -97,7 +98,7 @@ class LoaderPosition(Callback):
         """Take where the loaders were, and mend what Lightning is about to read about its loops."""
         if trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return
-        loops, saved = checkpoint["loops"]["fit_loop"], checkpoint.get(_KEY, {})
+        loops, saved = checkpoint["loops"]["fit_loop"], checkpoint.get(POSITION_KEY, {})
         loops["state_dict"]["combined_loader"] = []  # states of loaders of rank 0 alone
         accumulated = saved.get("accumulated", trainer.accumulate_grad_batches)
         point = point_of(loops, accumulated, saved.get("broken_off"))

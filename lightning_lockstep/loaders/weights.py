@@ -55,7 +55,7 @@ def samples_of_batch(loop: Any, number: int, loader: int = 0) -> tuple[int, int]
 class StepWeights:
     """How much the loss of each micro-batch counts in its optimizer step."""
 
-    _fits = 0  # of this process, which all ranks count alike
+    fits = 0  # of this process, which all ranks count alike
 
     def __init__(self) -> None:
         self.corrects = True  # whether gradients can be multiplied after the backward of the last micro-batch
@@ -66,7 +66,7 @@ class StepWeights:
 
     def clear(self) -> None:
         """Start again for another fit."""
-        StepWeights._fits += 1
+        StepWeights.fits += 1
         self.weight, self._step = 1.0, ""
         self._counts: bool | None = None  # whether steps count their items; None: no step has said so yet
         self._reference = 0.0  # counted in the optimizer step before
@@ -97,7 +97,7 @@ class StepWeights:
         if number % accumulated == 0 or not self.corrects:
             self._own, self._wrong, self._contributes, self._total = 0.0, "", False, None
             self._window = -1, 0
-            self._step = f"no loss/{StepWeights._fits}/{trainer.current_epoch}/{number}"
+            self._step = f"no loss/{StepWeights.fits}/{trainer.current_epoch}/{number}"
         if self._counts is None:
             own = None if left_out else items is not _MISSING
             self._counts = own if self.splits else _all_count(own, communicator)

@@ -95,14 +95,14 @@ def merge_equal(lines: Iterable[Line]) -> list[Line]:
 # -- When which lines are printed, decided without threads or clocks --
 
 # If a rank is missing in the whole of a window, its line may come after the window was printed, and begin the next one.
-# For a while the windows of that call site are therefore printed only if no line has come for some time [s].
+# For the next minute a window with equally many lines of all ranks is therefore printed only 0.2 s after its last line.
 _UNSURE_FOR, _SETTLES_AFTER = 60.0, 0.2
 
 _Arrived = tuple[float, Line]
 
 
-class Batch(NamedTuple):
-    """Lines of one call, ready to be printed."""
+class ReadyLines(NamedTuple):
+    """Lines of one call of a logger, ready to be printed."""
 
     site: tuple[Any, ...]
     lines: list[Line]  # of different ranks, in rising order
@@ -122,24 +122,24 @@ class Windows:
     def __bool__(self) -> bool:
         return bool(self._open)
 
-    def add(self, site: tuple[Any, ...], line: Line, now: float) -> list[Batch]:
+    def add(self, site: tuple[Any, ...], line: Line, now: float) -> list[ReadyLines]:
         """Take a line, at ``now`` [s] of a clock that never goes back, and return what can be printed."""
         window = self._open.setdefault(site, [])
         window.append((now, line))
         return [] if site in self._unsure or not self._is_even(window) else self._close(site, now)
 
-    def due(self, now: float) -> list[Batch]:
-        """Return the batches that have waited long enough."""
+    def due(self, now: float) -> list[ReadyLines]:
+        """Return the lines that have waited long enough."""
         self._unsure = {site: since for site, since in self._unsure.items() if now - since < _UNSURE_FOR}
-        due = [site for site, window in self._open.items() if min(self._ends(window)) <= now]
-        return [batch for site in due for batch in self._close(site, now)]
+        due = [site for site, window in self._open.items() if min(self._deadlines(window)) <= now]
+        return [ready for site in due for ready in self._close(site, now)]
 
     def next_due(self) -> float:
         """Return when :meth:`due` will next return something [s]; infinity if nothing waits."""
-        return min((min(self._ends(window)) for window in self._open.values()), default=math.inf)
+        return min((min(self._deadlines(window)) for window in self._open.values()), default=math.inf)
 
-    def flush(self, now: float) -> list[Batch]:
-        return [batch for site in list(self._open) for batch in self._close(site, now, to_the_end=True)]
+    def flush(self, now: float) -> list[ReadyLines]:
+        return [ready for site in list(self._open) for ready in self._close(site, now, to_the_end=True)]
 
     def _is_even(self, window: list[_Arrived]) -> bool:
         """Return whether a window has equally many lines of all ranks."""
@@ -148,15 +148,15 @@ class Windows:
         counts = Counter(line.ranks for _, line in window)
         return len(counts) == self.world_size and len({*counts.values()}) == 1
 
-    def _ends(self, window: list[_Arrived]) -> tuple[float, float]:
+    def _deadlines(self, window: list[_Arrived]) -> tuple[float, float]:
         """Return when a window has waited too long, and when it settles with equally many lines of all ranks."""
         settled = window[-1][0] + _SETTLES_AFTER if self._is_even(window) else math.inf
         return window[0][0] + self.timeout, settled
 
-    def _close(self, site: tuple[Any, ...], now: float, *, to_the_end: bool = False) -> list[Batch]:
+    def _close(self, site: tuple[Any, ...], now: float, *, to_the_end: bool = False) -> list[ReadyLines]:
         """Take the lines of a call site, divided into calls."""
         window = self._open.pop(site)
-        if self._is_even(window) and now < self._ends(window)[0]:
+        if self._is_even(window) and now < self._deadlines(window)[0]:
             each = len(window) // self.world_size
             of_ranks = sorted(window, key=lambda one: one[1].ranks)  # those of a rank stay in their order
             calls = [of_ranks[number::each] for number in range(each)]
@@ -169,13 +169,13 @@ class Windows:
             self._unsure[site] = now
         if len(calls) > 1 and not is_complete[-1] and not to_the_end:
             self._open[site] = calls.pop()  # the lines of other ranks for the last call may still come
-        return [self._batch(site, call, now) for call in calls]
+        return [self._ready(site, call, now) for call in calls]
 
-    def _batch(self, site: tuple[Any, ...], call: list[_Arrived], now: float) -> Batch:
+    def _ready(self, site: tuple[Any, ...], call: list[_Arrived], now: float) -> ReadyLines:
         lines = sorted((line for _, line in call), key=lambda line: line.ranks)
-        there = {line.ranks[0] for line in lines}
-        missing = tuple(rank for rank in range(self.world_size) if rank not in there)
-        return Batch(site, lines, missing, now - min(arrived for arrived, _ in call))
+        logged = {line.ranks[0] for line in lines}
+        missing = tuple(rank for rank in range(self.world_size) if rank not in logged)
+        return ReadyLines(site, lines, missing, now - min(arrived for arrived, _ in call))
 
 
 def _by_time(window: list[_Arrived]) -> list[list[_Arrived]]:
@@ -266,8 +266,8 @@ class Collector:
             site = (topic, *line[:4]) if topic == LINE else (topic, *line[:2], line.text)
             self._print(self.windows.add(site, line, now))
 
-    def _print(self, batches: list[Batch]) -> None:
-        for site, lines, missing, waited in batches:
+    def _print(self, ready: list[ReadyLines]) -> None:
+        for site, lines, missing, waited in ready:
             is_warning = site[0] == WARNING
             if is_warning and lines[0].ranks[0] == 0:
                 continue  # rank 0 has printed it at once
@@ -275,8 +275,9 @@ class Collector:
                 self._print_record(record_of(line))
             if missing and not is_warning:
                 text = f"{ranks_in_words(missing)} did not log this line within {waited:.1f} s"
-                note = Line(
-                    *lines[0][:4], text, time.time(), lines[0].function, "", {}, missing, ("",) * len(missing)
+                hosts = ("",) * len(missing)
+                note = lines[0]._replace(
+                    text=text, created=time.time(), trace="", extra={}, ranks=missing, hosts=hosts
                 )
                 self._print_record(record_of(note, prefix=""))
 

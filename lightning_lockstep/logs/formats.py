@@ -85,7 +85,7 @@ def _message(record: logging.LogRecord) -> str:
     return record.getMessage().removeprefix(getattr(record, "lockstep_prefix", "")).rstrip("\n")
 
 
-# -- Where records go: the console of rank 0, this rank's file, and, for warnings, the collector on rank 0
+# -- Where records go: the console of rank 0, this rank's file, and, for warnings, the collector on rank 0 --
 
 
 class ConsoleHandler(logging.Handler):

@@ -193,8 +193,7 @@ def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
 
 # -- From a rank to the collector on rank 0 --
 
-# How long a rank keeps a line, to print it itself if rank 0 fails: the longest time for which a line waits on rank 0
-# by default, and a margin [s].
+# How long a rank keeps a line, to print it itself if rank 0 fails: as long as a line waits on rank 0, and a margin [s].
 _KEPT_FOR = 7.0
 
 
@@ -207,8 +206,7 @@ class LineSender:
         self.process = os.getpid()
         self._kept: deque[LogCall] = deque(maxlen=1_000)
         if self.collector is None:
-            # A closed channel has delivered its lines. Then the hook for the end of the process is removed, because it
-            # would keep this object alive.
+            # A closed channel has delivered its lines; then the hook for a forced end would only keep this alive.
             channel.at_close(on_flush(self.flush))
 
     def send(self, call: LogCall, topic: str = LINE) -> None:

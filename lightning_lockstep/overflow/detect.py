@@ -83,7 +83,7 @@ class Detection:
         """Return a context in which outputs of modules are not those of the step, as in a replay."""
         return replaced(self._watch, active=False)
 
-    # -- what is recorded --------------------------------------------------------------------------------
+    # -- what is recorded --
 
     def _begin_step(self, step: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
         """Record what a replay needs; return the context that the step runs in."""
@@ -122,7 +122,7 @@ class Detection:
         """Watch activations again: with manual optimization another forward may follow."""
         self._watch.active = not self._module.automatic_optimization
 
-    # -- what is looked at -------------------------------------------------------------------------------
+    # -- what is looked at --
 
     def before_optimizer_step(self, optimizer: Optimizer) -> tuple[bool, StepRecord | None]:
         """Check in every n-th step; return whether it has, and the step in which a value was bad."""

@@ -61,7 +61,7 @@ def detect_overflow(tensor: Tensor, name: str = "tensor") -> bool:
     return bad
 
 
-# -- Frames: statistics of what went into and came out of a module; and the producer of the first bad value
+# -- Frames: statistics of what went into and came out of a module; and the producer of the first bad value --
 
 _INDENT = " " * 17
 
@@ -145,7 +145,7 @@ def _called(module: str, type_: str) -> str:
     return f"{module or 'the LightningModule'} ({type_})"
 
 
-# -- Hooks that record a frame for each call of each module, forward and backward, and find the first bad value
+# -- Hooks that record a frame for each call of each module, forward and backward, and find the first bad value --
 
 
 class FrameRecorder:

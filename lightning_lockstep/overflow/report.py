@@ -113,7 +113,7 @@ def _frame_json(frame: Frame) -> dict[str, Any]:
     return {"module": frame.module, "type": frame.type, "bad": frame.bad, "values": values}
 
 
-# -- The picture of a report: how large each module's outputs were, against the largest number of the format
+# -- The picture of a report: how large each module's outputs were, against the largest number of the format --
 
 _FLOOR = 1e-8
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_lockstep._lightning import PYTORCH, LightningModule, Trainer
-from lightning_lockstep.distributed.ddp_reducer import parameters_in_words
+from lightning_lockstep.distributed.guard.verify import parameters_in_words
 from lightning_lockstep.distributed.sharded_state import is_divided, ranks_of_part
 from lightning_lockstep.replicas.checksums import can_be_read
 from lightning_lockstep.steps.capabilities import capabilities_of

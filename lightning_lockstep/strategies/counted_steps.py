@@ -101,7 +101,7 @@ class CountedSteps(ParallelStrategy):
         self.weights.clear()
         self.micro_batches = None
 
-    # -- checkpoints: plain data ------------------------------------------------------------------------
+    # -- checkpoints: plain data --
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint as plain data unless ``weights_only=False``, without hyperparameters that are objects."""
@@ -114,7 +114,7 @@ class CountedSteps(ParallelStrategy):
         self.precision_plugin.convert_module(self._module)  # Lightning does so only after it
         super().load_model_state_dict(checkpoint, strict)
 
-    # -- loaders ---------------------------------------------------------------------------------------
+    # -- loaders --
 
     def process_dataloader(self, dataloader: object) -> object:
         """Give this rank its part, and all ranks the same number of training batches. Ranks: all; a gather."""
@@ -160,7 +160,7 @@ class CountedSteps(ParallelStrategy):
         joins = self.settings.uneven_inputs == "join" and loop._combined_loader is not None
         return joins and has_run_out(loop._combined_loader, loop.epoch_loop.batch_idx)
 
-    # -- steps -----------------------------------------------------------------------------------------
+    # -- steps --
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward of a loss, weighted by its micro-batch's share of the samples in the optimizer step."""
@@ -267,7 +267,7 @@ class CountedSteps(ParallelStrategy):
             tensor = tensor.float()
         return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
-    # -- random numbers and norms, if they are not those of the rank ------------------------------------
+    # -- random numbers and norms, if they are not those of the rank --
 
     @property
     def draws_by_sample(self) -> bool:

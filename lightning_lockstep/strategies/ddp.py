@@ -16,7 +16,7 @@ from lightning_lockstep.distributed.ddp_reducer import compression_hook, sparse_
 from lightning_lockstep.distributed.guard.verify import verify_parameters
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import RankLifecycle
-from lightning_lockstep.strategies.options import DDPSettings, OptionsOfDDP, taken
+from lightning_lockstep.strategies.options import DDPSettings, OptionsOfDDP, settings_and_options
 from lightning_lockstep.strategies.startup import OutlivingStartup, RankStartup
 
 
@@ -105,7 +105,7 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         **options: Unpack[OptionsOfDDP],
     ) -> None:
-        self.settings, handed_on = taken(DDPSettings, OptionsOfDDP, locals())
+        self.settings, handed_on = settings_and_options(DDPSettings, OptionsOfDDP, locals())
         self._comm_wrapper = options.get("ddp_comm_wrapper")
         super().__init__(
             self.make_startup(),

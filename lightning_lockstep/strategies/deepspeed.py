@@ -47,7 +47,7 @@ from lightning_lockstep.distributed.checkpoint_folder import saved_at, whole_fol
 from lightning_lockstep.distributed.plain_data import load_without_objects
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import RankLifecycle
-from lightning_lockstep.strategies.options import DeepSpeedSettings, OptionsOfRanks, taken
+from lightning_lockstep.strategies.options import DeepSpeedSettings, OptionsOfRanks, settings_and_options
 from lightning_lockstep.strategies.startup import startup_over
 
 
@@ -64,10 +64,8 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         config: DeepSpeed's own configuration, as a dictionary or the path of a JSON file.
             https://www.deepspeed.ai/docs/config-json/
         stage: Stage of ZeRO, 0 to 3; by default that of the configuration, or 2 without one.
-        offload_optimizer: Where the optimizer's state is kept: ``none``, ``cpu`` or ``nvme``; by default as in the
-            configuration.
-        offload_param: Where the parameters are kept, in stage 3: ``none``, ``cpu`` or ``nvme``; by default as in the
-            configuration.
+        offload_optimizer: Where the optimizer's state is kept: ``none``, ``cpu`` or ``nvme``; by default as configured.
+        offload_param: Where parameters are kept, in stage 3: ``none``, ``cpu`` or ``nvme``; by default as configured.
         nvme_path: Folder on the NVMe disk for what is kept there.
         adapt: Whether settings that DeepSpeed does not support on this device are replaced by supported ones,
             each replacement printed; otherwise they are refused.
@@ -100,7 +98,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         exclude_frozen_parameters: bool = False,
         **options: Unpack[OptionsOfRanks],
     ) -> None:
-        self.settings, handed_on = taken(DeepSpeedSettings, OptionsOfRanks, locals())
+        self.settings, handed_on = settings_and_options(DeepSpeedSettings, OptionsOfRanks, locals())
         import_deepspeed(device_type_given())  # because DeepSpeed parses the configuration
         given = with_named_options(
             read_config(config),
@@ -119,7 +117,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         self.weights.corrects = False  # gradients are in the engine
         self._let_go: Callable[[], None] = lambda: None  # undoes `adopt_process_group`
 
-    # -- before the ranks start ------------------------------------------------------------------------
+    # -- before the ranks start --
 
     def _configure_launcher(self) -> None:
         # Everything is checked while the Trainer is under construction, before any rank.
@@ -137,7 +135,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         """See :meth:`RankLifecycle.resolve_precision`."""
         return resolve_deepspeed_precision(self._run_config.given, plugin, requested, device_type)
 
-    # -- on each rank ----------------------------------------------------------------------------------
+    # -- on each rank --
 
     def setup_environment(self) -> None:
         """Connect the ranks, on any device; Lightning's own refuses all but CUDA. Ranks: all, together."""
@@ -206,7 +204,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         if hasattr(engine, "destroy"):
             engine.destroy()  # or its hooks would run together with those of the next engine
 
-    # -- training steps, and what other features can do with them -------------------------------------
+    # -- training steps, and what other features can do with them --
 
     @property
     def needs_loss(self) -> str:
@@ -247,7 +245,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         # Stages 0 to 2 send nothing; in stage 3 all ranks do it together, because the parameters are gathered.
         return without_engine(self, module, module.trainer.model)
 
-    # -- checkpoints: folders and plain files ----------------------------------------------------------
+    # -- checkpoints: folders and plain files --
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None

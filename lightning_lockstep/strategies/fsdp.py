@@ -56,7 +56,7 @@ from lightning_lockstep.strategies.fsdp_units import (
     units_of,
 )
 from lightning_lockstep.strategies.lifecycle import RankLifecycle
-from lightning_lockstep.strategies.options import FSDPSettings, OptionsOfRanks, taken
+from lightning_lockstep.strategies.options import FSDPSettings, OptionsOfRanks, settings_and_options
 from lightning_lockstep.strategies.startup import startup_over
 
 _COMPUTES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -115,10 +115,10 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         state_dict: Literal["full", "sharded"] = "full",
         **options: Unpack[OptionsOfRanks],
     ) -> None:
-        self.settings, handed_on = taken(FSDPSettings, OptionsOfRanks, locals())
+        self.settings, handed_on = settings_and_options(FSDPSettings, OptionsOfRanks, locals())
         super().__init__(startup_over(self.settings), **handed_on)
 
-    # -- before the ranks start ------------------------------------------------------------------------
+    # -- before the ranks start --
 
     def resolve_precision(self, plugin: Precision, requested: str | None, device_type: str) -> Precision:
         """See :meth:`RankLifecycle.resolve_precision`."""
@@ -161,7 +161,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
             )
         return shard, replicate
 
-    # -- on each rank ----------------------------------------------------------------------------------
+    # -- on each rank --
 
     def setup_distributed(self) -> None:
         """Connect the ranks and make their mesh. Ranks: all, together."""
@@ -237,7 +237,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         """Release what the run used; the module stays divided, on its device. Ranks: every rank; waits for none."""
         self.teardown_in_place()
 
-    # -- steps -----------------------------------------------------------------------------------------
+    # -- steps --
 
     def on_train_start(self) -> None:
         """Raise if hooks at the start have added something that would not be trained as in one process."""
@@ -289,7 +289,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         """Return what this rank holds of the gradients, once the module is divided."""
         return DividedGradients(self._module, self.precision_plugin)
 
-    # -- checkpoints -----------------------------------------------------------------------------------
+    # -- checkpoints --
 
     restore_checkpoint_after_setup = True  # once the module is divided, so that each rank takes its part
 

@@ -51,9 +51,7 @@ def units_of(
     full: set[nn.Module] = set()
     if halves:
         # A module that computes in float32 inside a unit of 16 bits is a unit by itself.
-        wide = {
-            part for unit in units for part in unit.modules() if part in whole or isinstance(part, _NORMS)
-        }
+        wide = {one for unit in units for one in unit.modules() if one in whole or isinstance(one, _NORMS)}
         full = {part for part in wide - inside if next(part.parameters(), None) is not None}
         units = [one for one in module.modules() if one in units or one in full][::-1]
     for name, parts in _places(module, units):

@@ -52,7 +52,7 @@ class RankLifecycle(CountedSteps):
             given = (one for one in several if isinstance(one, ClusterEnvironment))
             self.cluster_environment = next(given, None) or startup.environment(mpi=self.trains_over_mpi)
 
-    # -- which ranks there are, and whether one has failed ---------------------------------------------
+    # -- which ranks there are, and whether one has failed --
 
     @property
     def num_processes(self) -> int:
@@ -72,14 +72,14 @@ class RankLifecycle(CountedSteps):
     @property
     def failed(self) -> bool:
         """Whether a rank has failed, after which no rank may wait for another."""
-        return self.supervisor.propagation is not None and self.supervisor.propagation.attempt.failed
+        return self.supervisor.propagation is not None and self.supervisor.propagation.attempt.has_failure
 
     def check_failure(self) -> None:
         """Raise if another rank has failed, or if all ranks are to raise an error of the guard."""
         if self.supervisor.propagation is not None:
             self.supervisor.propagation.check()
 
-    # -- while the Trainer is under construction: an error here ends the program before any rank starts --------
+    # -- while the Trainer is under construction: an error here ends the program before any rank starts --
 
     def resolve_precision(self, plugin: Precision, requested: str | None, device_type: str) -> Precision:
         """Return the precision plugin to use, by Lightning's and the name that the user gave, or raise."""
@@ -121,7 +121,7 @@ class RankLifecycle(CountedSteps):
             # All ranks have drawn alike so far; rank 0 goes on as one process does.
             seed_generators(int(torch.randint(2**31, ())) + self.global_rank)
 
-    # -- the start, and the end ------------------------------------------------------------------------
+    # -- the start, and the end --
 
     def set_world_ranks(self) -> None:
         """Give this rank's number and the number of ranks to the cluster environment and to Lightning's logging."""

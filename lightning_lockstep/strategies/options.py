@@ -51,7 +51,7 @@ class LifecycleSettings(SupervisorSettings):
 
     @property
     def duration(self) -> timedelta:
-        """The timeout."""
+        """The timeout as a timedelta."""
         return self.timeout if isinstance(self.timeout, timedelta) else timedelta(seconds=self.timeout)
 
 
@@ -124,9 +124,9 @@ class FSDPSettings(LifecycleSettings):
             faults.check(known and are_sizes, "mesh", self.mesh, expected)
 
 
-# -- Options that are handed on unchanged, with the defaults of the class that takes them. Type checkers, editors and
-# LightningCLI read their names here. A plain `**options` would let misspelt names through, and LightningCLI would take
-# the names from the constructors of the base classes
+# -- Options that are handed on unchanged, with the defaults of the class that takes them --
+# Type checkers, editors and LightningCLI read their names here. A plain `**options` would let misspelt names through,
+# and LightningCLI would take the names from the constructors of the base classes.
 
 
 class OptionsOfEach(TypedDict, total=False):
@@ -199,19 +199,16 @@ class OptionsOfMPI(OptionsOfEach, OptionsOfDDP, total=False):
     gradient_as_bucket_view: bool
 
 
-def taken(
+def settings_and_options(
     settings: type[_Settings], accepted: Any, given: Mapping[str, Any]
 ) -> tuple[_Settings, dict[str, Any]]:
     """Return the settings of a strategy, and the options that it hands on; raise for any other."""
-    # `given`: the arguments of its constructor; those that it does not name are in ``options``, which has the keys of
-    # `accepted`.
+    # `given`: its constructor's arguments; those that it does not name are in ``options``, with keys of `accepted`.
     strategy, options = type(given["self"]), given["options"]
     names = {field.name for field in fields(settings)}
-    taken_by_ddp = (
-        inspect.signature(DDPStrategy).parameters | inspect.signature(DistributedDataParallel).parameters
-    )
+    of_ddp = inspect.signature(DDPStrategy).parameters | inspect.signature(DistributedDataParallel).parameters
     # The installed releases of Lightning and torch may lack some.
-    known = accepted.__optional_keys__ - (OptionsOfDDP.__optional_keys__ - taken_by_ddp.keys())
+    known = accepted.__optional_keys__ - (OptionsOfDDP.__optional_keys__ - of_ddp.keys())
     own = {
         name
         for cls in strategy.__mro__
@@ -266,23 +263,23 @@ def placement_of(communicator: Communicator, device: torch.device, threads: int)
         name, memory, capability = gpu.name, gpu.total_memory, (gpu.major, gpu.minor)
     elif device.type == "cpu":
         memory = psutil.virtual_memory().total
-    place = communicator.rank, communicator.host, str(device)
-    return RankPlacement(*place, name, memory, capability, threads, usable_cores())
+    rank, host = communicator.rank, communicator.host
+    return RankPlacement(rank, host, str(device), name, memory, capability, threads, usable_cores())
 
 
 def _table(placements: Sequence[RankPlacement]) -> str:
     rows = []
-    for place in placements:
-        device = place.device if place.capability == (0, 0) else f"{place.device} {place.device_name}"
-        memory = size_in_words(place.memory or None)
-        rows.append((place.rank, place.host, device, memory, place.threads, ranges(place.cores)))
+    for one in placements:
+        device = one.device if one.capability == (0, 0) else f"{one.device} {one.device_name}"
+        memory = size_in_words(one.memory or None)
+        rows.append((one.rank, one.host, device, memory, one.threads, ranges(one.cores)))
     headings = ("rank", "host", "device", "memory", "threads", "cores")
     return f"{len(placements)} ranks\n{plain_table(headings, rows)}"
 
 
 def mixed_gpus_warning(placements: Sequence[RankPlacement]) -> str | None:
     """Return a warning that names the slowest GPU when the GPUs differ, else ``None``."""
-    gpus = [place for place in placements if place.capability != (0, 0)]
+    gpus = [one for one in placements if one.capability != (0, 0)]
     if len({(gpu.device_name, gpu.memory, gpu.capability) for gpu in gpus}) < 2:
         return None
     gpus.sort(key=lambda gpu: (gpu.capability, gpu.memory))

@@ -50,13 +50,11 @@ def every_rank_contributes(strategy: Any) -> Iterator[None]:
 
 def zero_loss(model: Module, entries: Sequence[Tensor] = ()) -> Tensor:
     """Return a loss of zero that gives zero gradients to every parameter that the other ranks wait for."""
-    # ``entries`` are what this rank has gathered with gradients. Their backward is a collective, in which the other
-    # ranks wait for this one.
+    # ``entries``: what this rank has gathered with gradients, whose backward is a collective of all ranks.
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     ddp = ddp_of(model)
     if ddp is not None and (ddp.find_unused_parameters or ddp.static_graph):
-        # A parameter that no rank uses must get no gradient, or weight decay would change it. So parameters that had
-        # no gradient in the last step are left out.
+        # Parameters without a gradient in the last step are left out: if no rank uses one, decay must not move it.
         parameters = [parameter for parameter in parameters if parameter.grad is not None] or parameters
     zero = sum_of_nothing(parameters, model)
     return torch.stack([zero, *(entry.flatten()[:0].sum().real.to(zero) for entry in entries)]).sum()

@@ -33,7 +33,7 @@ from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.strategies.lifecycle import RankLifecycle
-from lightning_lockstep.strategies.options import LifecycleSettings, OptionsOfXLA, taken
+from lightning_lockstep.strategies.options import LifecycleSettings, OptionsOfXLA, settings_and_options
 from lightning_lockstep.strategies.startup import RankStartup
 from lightning_lockstep.xla.replicas import Replicas, check_replicas
 from lightning_lockstep.xla.runtime import XLARuntime, check_accelerator, check_torch_xla, check_untouched
@@ -99,7 +99,7 @@ class LockstepXLAStrategy(RankLifecycle):
 
     def __init__(self, *, downcast_bf16: bool = False, **options: Unpack[OptionsOfXLA]) -> None:
         self.downcast_bf16 = downcast_bf16
-        self.settings, handed_on = taken(LifecycleSettings, OptionsOfXLA, locals())
+        self.settings, handed_on = settings_and_options(LifecycleSettings, OptionsOfXLA, locals())
         faults = Faults()
         faults.flag("downcast_bf16", downcast_bf16)
         for name in ("random_numbers", "batch_norm"):
@@ -132,7 +132,7 @@ class LockstepXLAStrategy(RankLifecycle):
         if self.runtime is not None:
             self.runtime.set_seed(seed)
 
-    # -- while the Trainer is under construction: an error here ends the program before any rank starts --------
+    # -- while the Trainer is under construction: an error here ends the program before any rank starts --
 
     def _configure_launcher(self) -> None:
         check_torch_xla(f"strategy={self.strategy_name!r}")
@@ -156,7 +156,7 @@ class LockstepXLAStrategy(RankLifecycle):
         """Return the precision plugin to use; see :func:`resolve_xla_precision`."""
         return resolve_xla_precision(plugin, requested, downcast_bf16=self.downcast_bf16)
 
-    # -- start and end ----------------------------------------------------------------------------------
+    # -- start and end --
 
     def setup_environment(self) -> None:
         """Connect the ranks, then find torch-xla and its device. Ranks: all, together."""
@@ -228,7 +228,7 @@ class LockstepXLAStrategy(RankLifecycle):
             on_cpu = move_data_to_device(checkpoint, torch.device("cpu"))
             super().save_checkpoint(on_cpu, filepath, storage_options)
 
-    # -- steps ------------------------------------------------------------------------------------------
+    # -- steps --
 
     def sync(self) -> None:
         """Compile what is pending, if it is new, and begin to run it. Ranks: every rank; waits for none."""
@@ -274,7 +274,7 @@ class LockstepXLAStrategy(RankLifecycle):
             yield
         self.sync()
 
-    # -- between ranks ----------------------------------------------------------------------------------
+    # -- between ranks --
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank; after a failure, return at once. Ranks: all, together; between hosts."""

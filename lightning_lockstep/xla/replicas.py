@@ -104,17 +104,15 @@ class Replicas:
             )
 
     def average_gradients(self, module: torch.nn.Module) -> None:
-        # A parameter that only some ranks have used counts as zero on the others; one that none has used
-        # stays without a gradient.
+        # A parameter that only some ranks have used counts as zero on the others; without any it has no gradient.
         parameters = [one for one in module.parameters() if one.requires_grad]
         if not parameters:
             return
         # A byte each, between hosts; it also shows the guard who has not arrived.
         used = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8)
         gradients = []
-        for parameter, is_used in zip(
-            parameters, self._communicator.all_reduce(used, "max").tolist(), strict=True
-        ):
+        used = self._communicator.all_reduce(used, "max")
+        for parameter, is_used in zip(parameters, used.tolist(), strict=True):
             if is_used and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad is not None:

@@ -94,7 +94,7 @@ class XLADevices(CPUAccelerator):
         """Do nothing: torch-xla has the devices."""
 
 
-# -- A run on XLA devices that reads values from them only where they are logged
+# -- A run on XLA devices that reads values from them only where they are logged --
 
 
 def begin_lazy_run(trainer: Any) -> Callable[[], None]:

@@ -236,8 +236,7 @@ def consolidated(
     # ``optimizer_states`` are left out: a new fit can begin with the weights, but does not go on with the optimizer as
     # it was. Frozen parameters are missing if the run did not save them (``exclude_frozen_parameters``).
     #
-    # Memory: the weights once. Files are memory-mapped, so that what is read of them need not stay in memory;
-    # the dictionary refers to none.
+    # Memory: the weights once. Files are memory-mapped, and the dictionary refers to none of them.
     checkpoint = read_checkpoint(folder)
     entries = {key: value for key, value in checkpoint.model_states[0].items() if key not in OWN_KEYS}
     client, dropped = plain_entries(entries)

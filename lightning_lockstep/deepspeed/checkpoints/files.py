@@ -54,7 +54,7 @@ def save(content: dict[str, Any], output: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-# -- The files of a DeepSpeed checkpoint: where they are, in one folder or in one of each node, and opened together
+# -- The files of a DeepSpeed checkpoint: where they are, in one folder or in one of each node, and opened together --
 
 # The folder in that of a checkpoint which Lightning lets DeepSpeed write to.
 _LIGHTNING_TAG = "checkpoint"

@@ -56,9 +56,7 @@ class SavedOptimizer:
             {name: first[ids[0]][name] for name in kinds if ids and not kinds[name]}
             for ids in (group["params"] for group in groups)
         ]
-        self._options = [
-            {name: value for name, value in group.items() if name != "params"} for group in groups
-        ]
+        self._options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         self._names = [[name for number in group["params"] for name in shapes[number]] for group in groups]
         # Of DeepSpeed's own optimizer.
         self._overflow = bool(states[0].get("overflow", False))

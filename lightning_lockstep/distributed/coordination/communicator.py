@@ -43,8 +43,7 @@ _Object = TypeVar("_Object")
 class Communicator:
     """How the ranks of a run decide together; a process without others decides alone."""
 
-    # Control messages travel on the CPU, whatever the device of the model, so that a decision never waits for a GPU
-    # queue.
+    # Control messages travel on the CPU, whatever the model's device, so that a decision never waits for a GPU's queue.
 
     def __init__(self, ranks: RankGroup | None = None) -> None:
         self.host = socket.gethostname()
@@ -125,8 +124,7 @@ class Communicator:
 
     def agree(self, flag: bool, reason: str = "") -> dict[int, str]:
         """Return the reasons of the ranks whose flags are up. Ranks: all, together; 4 bytes, a gather if one is."""
-        # This is how an error on one rank becomes a decision of all: raise or branch on the answer, never on one's own
-        # flag.
+        # So an error on one rank becomes a decision of all: raise or branch on the answer, never on one's own flag.
         if not int(self.all_reduce(torch.tensor(int(flag), dtype=torch.int32), "max")):
             return {}
         reasons = enumerate(self.gather(reason if flag else None))
@@ -240,8 +238,7 @@ def in_rank_order(*, per_node: bool = False, timeout: float = 1800.0) -> Iterato
     that carries it, and the ranks after it skip the body.
 
     Args:
-        per_node: Let one rank of each host run at a time rather than one rank of all; for what is done once on
-            each host's own disk.
+        per_node: Let one rank of each host run at a time, not one of all; for what is done once on each host's disk.
         timeout: Longest time that the others wait for one rank to arrive and run the body [s].
 
     Yields:

@@ -20,10 +20,9 @@ from lightning_lockstep.distributed.guard.collective_call import CollectiveCall,
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 
-# The ranks first compare what they give and learn each other's shapes. Then one all-gather moves all
-# tensors of all ranks, as rows of bytes padded to the longest: bytes go through every backend unchanged,
-# whatever it knows of bfloat16, bool or complex numbers. In backward, one all-to-all sends each rank the
-# gradients of its own tensors, which it sums.
+# The ranks first compare what they give and learn each other's shapes. Then one all-gather moves all tensors of all
+# ranks, as rows of bytes padded to the longest: bytes pass every backend unchanged, whatever it knows of bfloat16,
+# bool or complex numbers. In backward, one all-to-all sends each rank the gradients of its own tensors, which it sums.
 
 _Tensors = TypeVar("_Tensors")  # a tensor, or containers of tensors
 
@@ -114,7 +113,7 @@ def gathered_entries() -> Iterator[list[Tensor]]:
         _asked.pop()
 
 
-# -- What each rank gives, brought together and compared before data moves
+# -- What each rank gives, brought together and compared before data moves --
 
 # What every rank sends at first: the length of its description, and its beginning [bytes].
 _FIRST, _LENGTH = 1024, 8

@@ -103,8 +103,7 @@ def _own_statistics(x: Tensor, counts: bool) -> Tensor:
     channels = x.shape[1]
     if not (counts and x.numel()):
         return torch.zeros(3 * channels, dtype=torch.float64, device=x.device)
-    # One pass of the kernel that torch's own batch norm uses. For half precision it computes in the dtype of running
-    # statistics, if it is given some.
+    # One pass of the kernel of torch's own batch norm; for half precision it computes in the running statistics' dtype.
     like = torch.zeros(channels, device=x.device) if x.dtype in _HALF else None
     mean, var = torch.batch_norm_update_stats(x, like, like, 0.0)
     size = torch.full_like(mean, x.numel() // channels, dtype=torch.float64)

@@ -92,7 +92,7 @@ class Attempt:
         self._program_ends = False  # rank 0's program begins no further attempt
 
     @property
-    def failed(self) -> bool:
+    def has_failure(self) -> bool:
         """Whether any rank is known to have failed; costs two attribute reads."""
         return self.record is not None
 
@@ -106,7 +106,7 @@ class Attempt:
         self._topics[name] += 1
         return f"{name}/{self.number}.{self._topics[name]}"
 
-    # -- begin and end of an attempt ---------------------------------------------------------------------
+    # -- begin and end of an attempt --
 
     def enter(self) -> None:
         """Enter the next attempt. Ranks: any, alone."""
@@ -121,9 +121,9 @@ class Attempt:
         """Begin to receive failures; by now grace period and folder are set."""
         if self._meeting is None and self.channel.world_size > 1:
             self._meeting = Gather(self.channel, _MEETING, watched=True)
-            self._meeting.on_entry = self._note_if_awaited
+            self._meeting.on_entry = self._decide_left_if_awaited
             self.channel.on(_FAILURE, self._take_message)
-            self.channel.watch_peers(self._lost, lambda rank: self._note_if_awaited())
+            self.channel.watch_peers(self._lost, lambda rank: self._decide_left_if_awaited())
 
     def meet(self, timeout: float, *, renews: bool = False) -> bool:
         """Wait for all ranks to enter this attempt; return whether to connect anew. Ranks: all; a gather."""
@@ -135,11 +135,11 @@ class Attempt:
         return any(self._meeting.collect(self.number, renews).complete("The beginning of a run"))
 
     def leave(self) -> None:
-        """Be over with this attempt: nothing ends this rank any more until it enters another one."""
+        """End this attempt here: nothing ends this rank any more until it enters another one."""
         with self.channel.news:
             self.state = "over"
 
-    # -- what ends an attempt ----------------------------------------------------------------------------
+    # -- what ends an attempt --
 
     def fail(self, error: BaseException) -> FailureRecord:
         """Report that this rank raises ``error``; return the record of the first failure. Ranks: any, alone."""
@@ -156,8 +156,8 @@ class Attempt:
                 self._end_with(first)
             return first
 
-    def note_raised(self, record: FailureRecord) -> None:
-        """Note that this rank raises, because of a failure of which the other ranks hear without it."""
+    def set_raised(self, record: FailureRecord) -> None:
+        """Let this rank be "raised", because of a failure of which the other ranks hear without it."""
         with self.channel.news:
             self.state, self.record = "raised", self.record or record
 
@@ -176,7 +176,7 @@ class Attempt:
     def describe(self, error: BaseException) -> FailureRecord:
         return describe_error(error, self.channel.rank, self.channel.world_size)
 
-    # -- which failure is the first ----------------------------------------------------------------------
+    # -- which failure is the first --
 
     def _report(self, number: int, record: FailureRecord) -> None:
         """Have rank 0 decide about a failure, and wait for its answer; decide alone if none comes."""
@@ -240,7 +240,7 @@ class Attempt:
         """Return the first failure of an attempt, as far as it is known here."""
         return self._failures.get(number) or self._failures.get(_EVERY_ATTEMPT)
 
-    # -- ranks whose process or program has ended --------------------------------------------------------
+    # -- ranks whose process or program has ended --
 
     def report_child_exit(self, rank: int, returncode: int, pid: int) -> FailureRecord:
         """Inform all ranks that one that this rank has started has ended; return what is known of who failed first."""
@@ -272,18 +272,18 @@ class Attempt:
     def end_program(self) -> None:
         """Note, on rank 0, that this program begins no further attempt, and end the wait of ranks that do."""
         self._program_ends = True
-        self._note_if_awaited()
+        self._decide_left_if_awaited()
 
-    def note_left(self, rank: int) -> None:
-        """Note that a rank's program has ended while this rank, or another one, waits for it."""
+    def decide_left(self, rank: int) -> None:
+        """Make it a failure that a rank's program has ended while this rank, or another one, waits for it."""
         self._decide(_EVERY_ATTEMPT, self._end_of(rank, "exit", _LEFT))
 
-    def _note_if_awaited(self) -> None:
-        """On rank 0: see whether ranks wait in `meet` for one whose program has reached its end."""
+    def _decide_left_if_awaited(self) -> None:
+        """On rank 0: see whether ranks wait in `meet` for one whose program has ended."""
         if self._meeting is not None and self._meeting.is_awaited:
             for rank in range(self.channel.world_size):
                 if self.channel.has_closed(rank) or (rank == 0 and self._program_ends):
-                    self.note_left(rank)
+                    self.decide_left(rank)
 
     def _lost(self, rank: int, why: str = _VANISHED) -> None:
         with self.channel.news:

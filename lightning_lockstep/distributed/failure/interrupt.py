@@ -27,7 +27,7 @@ import torch.distributed as dist
 from lightning_lockstep.distributed.process_group import process_groups
 from lightning_lockstep.distributed.rendezvous import addresses_of
 
-# -- Connections with other ranks
+# -- Connections with other ranks --
 
 #: This end's address and port, and the other end's, as texts such as ``10.0.0.1:4000``.
 Connection = tuple[str, str]

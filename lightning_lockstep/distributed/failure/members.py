@@ -62,7 +62,7 @@ _TRIES = 5
 
 @dataclass(frozen=True)
 class Generation:
-    """The members of a run, in the order of their ranks, until the next one is lost."""
+    """The members of a run, in the order of their ranks, until another member is lost."""
 
     number: int = -1  # until the first one is known
     members: tuple[int, ...] = ()
@@ -89,15 +89,15 @@ class HostedMembers:
     def has_begun(self) -> bool:
         return self._store.check(["members/0"])
 
-    def asked(self) -> str | None:
-        """Return what a member of this generation asks for, if one does."""
+    def request(self) -> str | None:
+        """Return why a member of this generation asks for the end of the run, or "" for another try, if one does."""
         key = f"asks/{self.current.number}"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def has_met(self) -> bool:
         return all(self._store.check([f"ready/{self.current.number}/{one}"]) for one in self.current.members)
 
-    def has_come(self, number: int) -> bool:
+    def has_reached_trainer(self, number: int) -> bool:
         """Return whether a process that is no member yet has reached a call of a Trainer."""
         return self._store.check([f"waits/{number}"])
 
@@ -110,11 +110,11 @@ class HostedMembers:
         if self._store.check([_FIRST_CALL]) and self._store.get(_FIRST_CALL) == b"joins":
             self._store.delete_key(_FIRST_CALL)
 
-    def told(self) -> list[dict[str, Any]]:
-        return _told(self._store, self.current.number)
+    def reported_losses(self) -> list[dict[str, Any]]:
+        return _reported_losses(self._store, self.current.number)
 
 
-def _end(why: str) -> None:
+def _end_process(why: str) -> None:
     end_now(1, f"\nlightning-lockstep: {why}\n")
 
 
@@ -127,7 +127,7 @@ def _ends_of_calls(channel: SideChannel) -> Gather:
     return Gather(channel, "the end of a call", watched=True)
 
 
-def _told(store: Store, until: int) -> list[dict[str, Any]]:
+def _reported_losses(store: Store, until: int) -> list[dict[str, Any]]:
     return [json.loads(store.get(key)) for n in range(1, until + 1) if store.check([key := f"lost/{n}"])]
 
 
@@ -146,15 +146,16 @@ class Membership:
         self._calls = 0
         self._processes: list[tuple[str, int]] = []
         self._news = threading.Condition()
-        self._ending = threading.Lock()  # held while connections are ended: none of the next generation are
+        # Held while connections are ended: none of the next generation are.
+        self._ending_connections = threading.Lock()
         before = set(connections())
         self._store = self._client()
-        self._kept = set(connections()) - before  # this one stands for the whole run
+        self._kept = set(connections()) - before  # this connection lasts for the whole run
         self._interrupt = Interrupt(lambda: self.error() if self._connecting and self.outdated else None)
-        self._leaves = False
+        self._stops_following = False
         self._thread = threading.Thread(target=self._follow, name="lockstep-members", daemon=True)
         self._thread.start()
-        atexit.register(self._leave)
+        atexit.register(self._stop_following)
 
     def _client(self) -> TCPStore:
         store = TCPStore(self.address, self.port, timeout=_CONNECT_WITHIN, wait_for_workers=False)
@@ -183,10 +184,12 @@ class Membership:
         with self._news:
             return self._news.wait_for(lambda: self.outdated, seconds)
 
-    # -- the meeting of a generation's members, and the end of a call
+    # -- the meeting of a generation's members, and the end of a call --
 
-    # A context in which the members connect: if another one is lost meanwhile, an error is raised anywhere in the body.
-    # No generator: no error is ever raised in the code of this module, so none comes once the body has been left.
+    def connecting(self) -> Membership:
+        """Return a context in which members connect; if another one is lost meanwhile, its body raises, anywhere."""
+        # No generator: no error is ever raised in the code of this module, so none comes once the body has been left.
+        return self
 
     def __enter__(self) -> None:
         """Wait until all members of the newest generation are ready. Ranks: all members."""
@@ -200,7 +203,7 @@ class Membership:
         newest = self.newest
         if newest.ends:
             raise self.error()
-        with self._ending:
+        with self._ending_connections:
             self.current = newest
         number, members = newest.number, newest.members
         here = socket.gethostname()
@@ -212,7 +215,9 @@ class Membership:
         # Those on other hosts by their addresses, because not every host knows the names of the others.
         ready = [json.loads(self._store.get(key)) for key in keys]
         self._processes = [
-            (place, pid) for host, pid, *others in ready for place in ([here] if host == here else others)
+            (address, pid)
+            for host, pid, *addresses in ready
+            for address in ([here] if host == here else addresses)
         ]
         # A connection of its own, which can be ended with all that waits for it.
         use_store(self.address, self.port, PrefixStore(f"group/{number}", self._client()))
@@ -221,7 +226,7 @@ class Membership:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._connecting, self._is_connected = False, kind is None
 
-    def ask(self, why_it_ends: str = "") -> None:
+    def send_request(self, why_it_ends: str = "") -> None:
         """Ask for another try of the same members, or for the end of the run, and wait for it. Ranks: any, alone."""
         self._store.set(f"asks/{self.current.number}", why_it_ends)
         self._wait_for_news(_FOREVER.total_seconds())
@@ -239,7 +244,7 @@ class Membership:
         self._tries = 0 if was_connected else self._tries + 1
         has_news = self._wait_for_news(_NEWS_WITHIN if may_be else 0.0)
         if not has_news and is_broken and 0 < self._tries < _TRIES:
-            self.ask()
+            self.send_request()
         return self.outdated
 
     def finish_call(self) -> None:
@@ -254,16 +259,16 @@ class Membership:
             while True:
                 newest = self.newest
                 left = [member for member in self.current.members if member in newest.members]
-                are_done = self._store.check([f"{done}/{one}" for one in {main, *left}])
-                if newest.ends or (are_done and (self._calls or _claim_first_call(self._store, b"over"))):
+                all_done = self._store.check([f"{done}/{one}" for one in {main, *left}])
+                if newest.ends or (all_done and (self._calls or _claim_first_call(self._store, b"over"))):
                     self._calls += 1
                     return
-                # All go to the end of the call once more if others join, if rank 0 is lost before it has reached it,
-                # because it alone saves then, or if a member has broken off.
-                if are_done or not (main in left or self._store.check([f"{done}/{main}"])):
-                    self.check()
-                later = [f"ready/{n}/{one}" for n in range(number + 1, newest.number + 1) for one in left]
-                if any(self._store.check([key]) for key in later):
+                # All go to the end of the call once more if others join, for whom the first call is kept open; if rank
+                # 0 is lost before it was done, because it alone saves then; or if a member has broken off the call.
+                others_join = all_done
+                main_is_lost = main not in left and not (others_join or self._store.check([f"{done}/{main}"]))
+                rejoins = [f"ready/{n}/{one}" for n in range(number + 1, newest.number + 1) for one in left]
+                if others_join or main_is_lost or any(self._store.check([key]) for key in rejoins):
                     self.check()
                 record = None if propagation is None else propagation.attempt.record
                 # Not for the end of a member that the others outlive.
@@ -271,41 +276,42 @@ class Membership:
                     propagation.check()
                 time.sleep(_LOOK_EVERY)
 
-    def tell(self, event: dict[str, Any]) -> None:
+    def report_loss(self, event: dict[str, Any]) -> None:
         """Say what was lost before this generation, now that it has gone on. Ranks: any, alone."""
         self._store.set(f"lost/{self.current.number}", json.dumps(event))
 
-    def told(self) -> list[dict[str, Any]]:
-        return _told(self._store, self.current.number)
+    def reported_losses(self) -> list[dict[str, Any]]:
+        return _reported_losses(self._store, self.current.number)
 
-    # -- the thread that follows the members
+    # -- the thread that follows the members --
 
-    def _leave(self) -> None:
+    def _stop_following(self) -> None:
         # C++ aborts a process whose thread comes back from it after Python has ended.
-        self._leaves = True
+        self._stops_following = True
         self._thread.join()
 
     def _follow(self) -> None:
         parent = launcher_pid()
-        while not self._leaves:
+        while not self._stops_following:
             try:
                 is_new = self._store.check([key := f"members/{self.newest.number + 1}"])
-                told = json.loads(self._store.get(key)) if is_new else {}
+                published = json.loads(self._store.get(key)) if is_new else {}
                 is_alone = parent is not None and os.getppid() != parent
             except RuntimeError:
                 is_alone = True
             if is_alone:
-                _end("the process that started this rank has exited; this rank exits too.")
-            left_out = is_new and not told["ends"] and self.me not in told["members"]
+                _end_process("the process that started this rank has exited; this rank exits too.")
+            left_out = is_new and not published["ends"] and self.me not in published["members"]
             if left_out and self.me in self.newest.members:
-                _end("the others go on without this host, which did not answer; this rank exits.")
+                _end_process("the others go on without this host, which did not answer; this rank exits.")
             if is_new:
-                records = tuple(FailureRecord(**one) for one in told.pop("lost"))
+                lost = tuple(FailureRecord(**one) for one in published.pop("lost"))
+                members = tuple(published.pop("members"))
                 with self._news:
-                    self.newest = Generation(**{**told, "members": tuple(told["members"]), "lost": records})
-                    self._lost += [(self.newest, one) for one in records]
+                    self.newest = Generation(**published, members=members, lost=lost)
+                    self._lost += [(self.newest, one) for one in lost]
                     self._news.notify_all()
-            with self._ending:
+            with self._ending_connections:
                 propagation, is_over = self.propagation(), self.outdated and self.current.members
                 # Again and again, because the attempt, or a connection, may begin after the news.
                 if is_over and self._lost and propagation is not None:
@@ -333,6 +339,6 @@ def current_membership() -> Membership | None:
     """Return what this process knows of the members of its run, if it was started as one."""
     global _membership
     if _membership is None and MEMBER in os.environ and launcher_pid() is not None:
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        _membership = Membership(int(os.environ[MEMBER]), *place)
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        _membership = Membership(int(os.environ[MEMBER]), address, port)
     return _membership

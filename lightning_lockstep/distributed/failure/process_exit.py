@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _LAST_WRITES = 10.0
 _LATE = "\nlightning-lockstep: ended by force: its exit handlers and threads did not finish in time.\n"
 
-# ------------------------------------------------------------------ before the end
+# -- Before the end --
 
 
 _flushers: dict[Callable[[], None], None] = {}  # in the order in which they came
@@ -49,8 +49,7 @@ _flushers: dict[Callable[[], None], None] = {}  # in the order in which they cam
 
 def on_flush(flusher: Callable[[], None]) -> Callable[[], None]:
     """Have ``flusher`` called before this process ends by force; functions of :mod:`atexit` are not."""
-    # `flusher` may be called on any thread and more than once; it may wait one second for another rank. Returns a
-    # function that removes it.
+    # It may be called on any thread, more than once, and may wait a second for another rank. Returns what removes it.
     _flushers[flusher] = None
     return lambda: _flushers.pop(flusher, None)
 
@@ -83,7 +82,7 @@ def drop_what_nobody_reads() -> None:
             pass  # it is closed, or there is none
 
 
-# ------------------------------------------------------------------ after a while
+# -- After a while --
 
 _Call = tuple[float, Callable[..., object], tuple[Any, ...]]
 
@@ -124,7 +123,7 @@ class _Clock:
 #: Of this process: one ends it, the other one ends what it waits in, which may block.
 clock, interrupt_clock = _Clock("lockstep-clock"), _Clock("lockstep-interrupt")
 
-# ------------------------------------------------------------------ how this process ends
+# -- How this process ends --
 
 
 @dataclass
@@ -151,9 +150,9 @@ class ExitPlan:
 
     def __init__(self) -> None:
         self.expected_exit_code: int | None = None  # on which all ranks have agreed, so that it is no failure
-        # Of a failure, for the process that has started this rank, which then prints the report.
+        # The file of a failure for the process that has started this rank, which then prints the report.
         self.note: Path | None = None
-        # To the process that this one works for: nothing ends this one by force.
+        # Whether the failure was returned to the process this one works for; then nothing ends this one by force.
         self.failure_returned = False
         # Called before an end by force, to end the ranks that this one has started.
         self.on_force: Callable[[], None] | None = None
@@ -171,17 +170,15 @@ class ExitPlan:
         # Set by Python before it prints the exception; a SystemExit leaves no trace.
         return hasattr(sys, "last_value")
 
-    def force_exit_at_shutdown(
-        self, exit_code: int, message: str = "", *, unless_caught: bool = False
-    ) -> None:
+    def force_exit_at_shutdown(self, exit_code: int, text: str = "", *, unless_caught: bool = False) -> None:
         """Have this process, once Python begins to exit, end without the destructors that wait for dead peers."""
         if self.forced_exit is None:
-            self.forced_exit = _ForcedExit(exit_code, message, unless_caught)
+            self.forced_exit = _ForcedExit(exit_code, text, unless_caught)
             atexit.register(self._leave)
 
     def cancel_forced_exit(self) -> None:
         """Take :meth:`force_exit_at_shutdown` back: the program has caught the failure and goes on."""
-        self._was_last("")
+        self._set_last_said("")
         self.forced_exit = None
         atexit.unregister(self._leave)
 
@@ -208,13 +205,13 @@ class ExitPlan:
             self.say_last(forced.message)
             end_now(forced.exit_code, by_force=False)
 
-    # -- the last line
+    # -- the last line --
 
     def say_last(self, text: str) -> None:
         """Print the report of a failure to standard error, once; its first line comes again if others follow it."""
         if text and text != self._last_said:
             say(text)
-            self._was_last(text)
+            self._set_last_said(text)
 
     def repeat_headline(self) -> None:
         """Print the failure's headline and file once more if other lines have followed its report."""
@@ -223,10 +220,10 @@ class ExitPlan:
             lines = [line for line in self._last_said.splitlines() if line]
             say("\n" + "\n".join([lines[0], *[line for line in lines[-1:] if line.startswith(SAVED)]]))
 
-    def _was_last(self, text: str) -> None:
+    def _set_last_said(self, text: str) -> None:
         self._last_said, self.lines_followed = text, False
 
-    # -- an exception that nobody catches
+    # -- an exception that nobody catches --
 
     def install_excepthook(self) -> None:
         """Install the hook that prints uncaught exceptions; again if a library has set its own hook since."""
@@ -254,7 +251,7 @@ class ExitPlan:
                 self.force_exit_at_shutdown(own.exit_code)
             self.say_last(own.text)
             return
-        below = _below(value)
+        below = _report_below(value)
         if _is_standard(usual) and not issubclass(kind, KeyboardInterrupt):
             say(_formatted(value, below.text))
         else:
@@ -262,7 +259,7 @@ class ExitPlan:
             if below.text:
                 say(below.text)
         headline = below.headline or f"lightning-lockstep: this rank failed: {kind.__name__}: {value}"
-        self._was_last(f"{headline}\n{below.text}")
+        self._set_last_said(f"{headline}\n{below.text}")
 
 
 exit_plan = ExitPlan()
@@ -270,8 +267,7 @@ exit_plan = ExitPlan()
 
 def end_now(exit_code: int, message: str | Callable[[], str] = "", *, by_force: bool = True) -> NoReturn:
     """End this process, from any thread; ``message``, or what it returns, is printed last."""
-    # Unless it is by force, functions of atexit (log handlers, experiment trackers) run before. Python's own exit would
-    # not keep the exit code.
+    # Unless by force, functions of atexit (log handlers, trackers) run before. Python's own exit loses the exit code.
     if not by_force:
         flush_everything()
         atexit._run_exitfuncs()
@@ -294,7 +290,7 @@ def _print_last(message: str | Callable[[], str]) -> None:
     exit_plan.repeat_headline()
 
 
-# ------------------------------------------------------------------ what is printed of an error
+# -- What is printed of an error --
 
 # An error carries its report with it: exceptions cannot be referred to weakly, and a table of them would keep those
 # alive that the program has caught, with their tracebacks and the model.
@@ -314,7 +310,7 @@ def error_to_bytes(error: BaseException) -> bytes:
     """Return ``error`` for another process that this one works for, which then prints what this one would."""
     report = replace(exit_report_of(error), deadline=None)
     if not report.replaces:
-        report = ExitReport(_formatted(error, _below(error).text), replaces=True)
+        report = ExitReport(_formatted(error, _report_below(error).text), replaces=True)
     try:
         sent = pickle.dumps((error, report))
         pickle.loads(sent)
@@ -341,7 +337,7 @@ def _nearest_report(error: BaseException | None) -> ExitReport:
     return ExitReport()
 
 
-def _below(error: BaseException) -> ExitReport:
+def _report_below(error: BaseException) -> ExitReport:
     """Return the report whose text is printed below an error: its own, or that of one that it followed."""
     near = _nearest_report(error)
     return ExitReport() if near.replaces else near

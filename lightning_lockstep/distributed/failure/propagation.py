@@ -14,14 +14,16 @@ can wait for a dead peer.
 =========================================== =====================================================================
 what has ended the work of this rank        what it raises
 =========================================== =====================================================================
+====
 the exit code on which all ranks agreed     the same: no failure
 Ctrl-C                                      the same, without waiting for others
 a collective that broke                     the error of the failure that broke it, for which it waits
+anything else after the guard's diagnosis   the guard's error
 the first failure                           its own error, which rank 0 prints
 an error of the same type as the first one  its own error
+anything else after another rank failed     :class:`RankFailedError` with the report of that rank
 ``sys.exit()`` after another rank failed    its own, with its exit code
-anything else after another rank failed     :class:`RankFailedError` with the report of that rank, or the guard's
-=========================================== =====================================================================
+=========================================== =========================================================================
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ from lightning_lockstep.distributed.failure.record import (
 from lightning_lockstep.distributed.side_channel.channel import BACK_WITHIN, SideChannel
 from lightning_lockstep.errors import CollectiveError, LockstepError, RankFailedError
 
-# Ranks that raise the same error may come to that so much later than the first [s]; then their waits are ended.
+# Ranks that raise the same error may do so this much later than the first [s]; then their waits are ended.
 _MAY_RAISE_THE_SAME = 1.0
 # How much longer than the grace period, after which it kills the ranks it has started, a rank may take to exit [s].
 _CHILDREN_END = 6.0
@@ -86,7 +88,7 @@ class FailurePropagation:
         channel.ends_wait = self.ends_wait
         channel.at_close(self._interrupt.remove)
 
-    # -- an attempt --------------------------------------------------------------------------------------
+    # -- an attempt --
 
     def enter(self) -> None:
         """Enter the next attempt; the program has caught what this rank has raised before. Ranks: any, alone."""
@@ -94,7 +96,7 @@ class FailurePropagation:
         interrupt_clock.start()
         self._interrupt.install()
         with self.channel.news:
-            if self.attempt.failed:
+            if self.attempt.has_failure:
                 exit_plan.cancel_forced_exit()
                 forget_failure()
             self._ends_by_force = None
@@ -116,7 +118,7 @@ class FailurePropagation:
         """Raise what ends a wait for others, or return whether this rank has raised that and must wait for nobody."""
         attempt = self.attempt
         if attempt.state in ("running", "over") and self.channel.has_closed(0):
-            attempt.note_left(0)
+            attempt.decide_left(0)
         record, ended = attempt.record, attempt.ended_process
         if attempt.state == "over" and ended is not None:
             raise RankFailedError(ended.report(), ended)
@@ -131,7 +133,7 @@ class FailurePropagation:
         is_new = time.monotonic() - self.attempt.failed_at < _MAY_RAISE_THE_SAME
         return is_new and record.kind == "exception" and self.channel.usable
 
-    # -- what a failure brings about, on any thread ------------------------------------------------------
+    # -- what a failure brings about, on any thread --
 
     def _on_failure(self, record: FailureRecord) -> None:
         """Plan when a failure ends the waits of this rank, and its process; print it if the attempt is over here."""
@@ -175,32 +177,33 @@ class FailurePropagation:
     def end_now(self, record: FailureRecord) -> NoReturn:
         """End this process by force because of a failure, from any thread; prints the report if this rank is to."""
 
-        def report() -> str:  # a file system that hangs holds it for a while only
+        def report() -> str:  # a file system that hangs holds it up only for a while
             kept = self._leave_notes(record)
             return kept.printed() if self.attempt.prints_report and exit_plan.note is None else ""
 
         end_now(record.exit_code, report)
 
-    # -- the error that this rank raises -----------------------------------------------------------------
+    # -- the error that this rank raises --
 
     def error_to_raise(self, error: BaseException) -> BaseException:
         """Return the error that this rank is to raise in place of one that ended its work."""
-        if isinstance(error, SystemExit) and error.code == (exit_plan.expected_exit_code or object()):
+        expected = exit_plan.expected_exit_code
+        if isinstance(error, SystemExit) and expected and error.code == expected:
             return error
         if isinstance(error, KeyboardInterrupt):
             return self._interrupted(error)
         attempt = self.attempt
-        if not attempt.failed:
+        if not attempt.has_failure:
             self._look_for_cause(error)
-        record = attempt.record
+        first = attempt.record
         if isinstance(error, RankFailedError):
-            if record is not None and attempt.state == "failed":
-                return self._error_because_of(record)
-            attempt.note_raised(record or attempt.describe(error))
+            if first is not None and attempt.state == "failed":
+                return self._error_because_of(first)
+            attempt.set_raised(first or attempt.describe(error))
             return error
         is_own = isinstance(error, (LockstepError, SystemExit))
-        if record and record.kind == "collective" and (not is_own or isinstance(error, CollectiveError)):
-            return self._error_because_of(record, error)
+        if first and first.kind == "collective" and (not is_own or isinstance(error, CollectiveError)):
+            return self._error_because_of(first, error)
         first = attempt.fail(error)
         if first.rank == self.channel.rank or is_same_error(error, first):
             return self._own_error(error, first)
@@ -221,7 +224,7 @@ class FailurePropagation:
         if is_broken or is_told:
             # A rank that was killed counts as lost only after the time in which it could connect again.
             seconds = max(self.attempt.grace_period / 3, BACK_WITHIN + ARRIVES_WITHIN)
-            self.channel.wait_for(lambda: self.attempt.failed, seconds, stops=False)
+            self.channel.wait_for(lambda: self.attempt.has_failure, seconds, stops=False)
 
     def _interrupted(self, error: BaseException) -> BaseException:
         """Ctrl-C reaches every rank of a terminal by itself: report it once, wait for nobody."""
@@ -233,21 +236,22 @@ class FailurePropagation:
         exit_plan.force_exit_at_shutdown(shell_exit_code(-signal.SIGINT))
         return error
 
-    def _error_because_of(self, record: FailureRecord, error: BaseException | None = None) -> BaseException:
+    def _error_because_of(self, first: FailureRecord, error: BaseException | None = None) -> BaseException:
         """Return what this rank raises because of a failure; a diagnosis leaves ``error`` in place if it is one."""
         if self.attempt.is_outlived:
-            return RankFailedError(record.report(), record)
-        if record.kind == "interrupt":
-            return self._interrupted(record.error())
-        self.attempt.note_raised(record)
-        if record.kind == "collective":
-            return self._own_error(error if isinstance(error, CollectiveError) else record.error(), record)
-        record = self._leave_notes(record)
-        exit_plan.force_exit_at_shutdown(record.exit_code)
+            return RankFailedError(first.report(), first)
+        if first.kind == "interrupt":
+            return self._interrupted(first.error())
+        self.attempt.set_raised(first)
+        if first.kind == "collective":
+            return self._own_error(error if isinstance(error, CollectiveError) else first.error(), first)
+        first = self._leave_notes(first)
+        exit_plan.force_exit_at_shutdown(first.exit_code)
         if self.attempt.prints_report and self.attempt.decided_alone:
             self._outlast_others()
-        stopped, text = record.error(), record.printed() if self.attempt.prints_report else ""
-        set_exit_report(stopped, ExitReport(text, record.exit_code, self._time_to_exit, replaces=True))
+        stopped = first.error()
+        text = first.printed() if self.attempt.prints_report else ""
+        set_exit_report(stopped, ExitReport(text, first.exit_code, self._time_to_exit, replaces=True))
         return stopped
 
     def _own_error(self, error: BaseException, first: FailureRecord) -> BaseException:
@@ -259,22 +263,21 @@ class FailurePropagation:
         # Only Python's excepthook ends a rank in time, which is not called in one that multiprocessing has started.
         if is_first or is_ours or exit_plan.note is None:
             self._ends_by_force = None
-        record = self._leave_notes(first)
-        report = self._report_of_own(error, record)
+        first = self._leave_notes(first)
+        report = self._report_of_own(error, first)
         set_exit_report(error, report)
-        if record.kind == "collective":
+        if first.kind == "collective":
             # Destructors wait for peers, and to free the compiler that has read call sites takes seconds.
-            exit_plan.force_exit_at_shutdown(record.exit_code, unless_caught=True)
+            exit_plan.force_exit_at_shutdown(first.exit_code, unless_caught=True)
         elif is_ours:
             self.attempt.record = None  # they may still meet, as to save a checkpoint
         else:
-            report.deadline, report.exit_code = self._time_to_exit, record.exit_code
+            report.deadline, report.exit_code = self._time_to_exit, first.exit_code
             if is_first:
-                self._exit_first(error, record)
+                self._exit_first(error, first)
         return error
 
     def _report_of_own(self, error: BaseException, first: FailureRecord) -> ExitReport:
-        """Return what is printed of this rank's own error."""
         headline, saved, is_first = first.headline(), first.saved_to(), first.rank == self.channel.rank
         if not self.attempt.prints_report and not self.attempt.decided_alone:
             return ExitReport(replaces=True)
@@ -283,15 +286,15 @@ class FailurePropagation:
         text = f"{headline}\n{saved}".rstrip() if is_first and not isinstance(error, LockstepError) else saved
         return ExitReport(text, headline=headline)
 
-    def _exit_first(self, error: BaseException, record: FailureRecord) -> None:
+    def _exit_first(self, error: BaseException, first: FailureRecord) -> None:
         """Settle how the program of the rank that failed first exits, if it does not catch the error."""
         # Of a SystemExit Python prints nothing, and nobody can see later whether the program has caught it.
         exits = isinstance(error, SystemExit)
-        report = record.printed() if exits and self.attempt.prints_report and exit_plan.note is None else ""
-        exit_plan.force_exit_at_shutdown(record.exit_code, report, unless_caught=not exits)
+        report = first.printed() if exits and self.attempt.prints_report and exit_plan.note is None else ""
+        exit_plan.force_exit_at_shutdown(first.exit_code, report, unless_caught=not exits)
         if threading.current_thread() is not threading.main_thread() and hasattr(error, "add_note"):
             # Not in Python 3.10. Whoever runs this thread prints the error: Ray Train, on the driver.
-            error.add_note(f"\n{record.headline()}\n{record.saved_to()}".rstrip())
+            error.add_note(f"\n{first.headline()}\n{first.saved_to()}".rstrip())
 
     @property
     def _time_to_exit(self) -> float:
@@ -308,7 +311,7 @@ class FailurePropagation:
     def _outlast_others(self) -> None:
         """Wait for the end of the others of this host: without rank 0 each prints its last lines, above the report."""
         self.end_connections()  # they may wait for this rank
-        # Not for that of rank 1, which reports the end of rank 0 too, and waits for this rank.
+        # Not for that of rank 1, which also reports the end of rank 0, and waits for this rank.
         others = [pid for rank, pid in self.attempt.others_here().items() if rank > 1]
         deadline = time.monotonic() + self.attempt.grace_period / 2
         while time.monotonic() < deadline and any(map(is_running, others)):

@@ -243,10 +243,12 @@ def is_same_error(error: BaseException, record: FailureRecord) -> bool:
 def describe_exit(rank: int, world_size: int, pid: int, returncode: int) -> FailureRecord:
     """Return the record of a process of this host that has ended with a return code, negative for a signal."""
     kind: FailureKind = "signal" if returncode < 0 else "exit"
-    host, summary = socket.gethostname(), exit_in_words(returncode)
-    return FailureRecord(
-        rank, world_size, host, pid, kind, summary, exit_code=shell_exit_code(returncode) or 1
+    host, summary, exit_code = (
+        socket.gethostname(),
+        exit_in_words(returncode),
+        shell_exit_code(returncode) or 1,
     )
+    return FailureRecord(rank, world_size, host, pid, kind, summary, exit_code=exit_code)
 
 
 def is_broken_collective(error: BaseException) -> bool:
@@ -317,7 +319,7 @@ def note_orderly_end() -> None:
         atexit.register(note)
 
 
-# -- for the process that has started the ranks
+# -- For the process that has started the ranks --
 
 
 def first_failure(folder: Path) -> FailureRecord | None:

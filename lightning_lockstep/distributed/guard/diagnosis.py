@@ -136,7 +136,7 @@ class StallDiagnosis:
         elif self._look is not None and self._is_in_vain(self._look, now - self._look.began):
             self._end_look(self._look)
 
-    # -- rank 0 ----------------------------------------------------------------------------------------
+    # -- rank 0 --
 
     def _take_request(self, message: Message) -> None:
         wanted, seconds, raised = message.body
@@ -144,7 +144,7 @@ class StallDiagnosis:
         request = DiagnosisRequest(message.sender, outstanding, seconds, raised)
         now = time.monotonic()
         waits = [one.request.outstanding for one in self._open if not one.request.raised]
-        if self._attempt.failed or (request.outstanding in waits and not request.raised):
+        if self._attempt.has_failure or (request.outstanding in waits and not request.raised):
             self._answer(request)
         else:
             self._open.append(_Open(request, now, now))
@@ -173,7 +173,7 @@ class StallDiagnosis:
 
     def _silent(self, look: _Look) -> dict[int, UnresponsiveRank]:
         # A rank that fails reports that before it closes its channel.
-        channel, has_failed = self._channel, self._attempt.failed
+        channel, has_failed = self._channel, self._attempt.has_failure
         with self._own.activity.left_out():
             return {
                 rank: probe_unresponsive(channel, rank, self._activities, has_failed=has_failed)
@@ -194,7 +194,7 @@ class StallDiagnosis:
                 self._conclude(request, found)
             else:
                 one.due = time.monotonic() + again
-            if self._attempt.failed:  # this explains the other requests too
+            if self._attempt.has_failure:  # this explains the other requests too
                 self.forget()
                 return
 
@@ -236,7 +236,7 @@ class StallDiagnosis:
         if request.raised:  # else nobody waits for an answer
             self._channel.post(_ANSWER, to=request.rank)
 
-    # -- every rank ------------------------------------------------------------------------------------
+    # -- every rank --
 
     def _send_state(self, message: Message) -> None:
         number, sites = message.body

@@ -53,8 +53,7 @@ class GuardSettings:
 
 # -- Watches this rank's collectives, and asks about one that does not complete --
 #
-# Nothing is sent while collectives complete in time. The guard works in a separate thread, because the thread that
-# trains may be waiting for a collective, in C++.
+# Nothing is sent while collectives complete in time. The guard has its own thread, because that which trains may wait.
 
 _log = logging.getLogger(__name__)
 # The time between two looks is this part of the stall timeout, within these limits [s].
@@ -142,7 +141,7 @@ class CollectiveGuard:
                 lambda: self._stall.request(next(iter(self.rank.outstanding()), None), 0.0, raised)
             )
             self._channel.wait_for(
-                lambda: self._stall.answers > before or self._propagation.attempt.failed,
+                lambda: self._stall.answers > before or self._propagation.attempt.has_failure,
                 _EXPLAIN_FOR,
                 stops=False,
             )
@@ -175,7 +174,7 @@ class CollectiveGuard:
         return max(min(self._period, due - time.monotonic()), _OFTEN)
 
     def _look(self) -> None:
-        if self._propagation.attempt.failed:
+        if self._propagation.attempt.has_failure:
             return
         now, waits = time.monotonic(), self._waits
         # The flight recorder reports a call once it has seen it at two looks, so the wait began a look ago.

@@ -53,8 +53,7 @@ class CallRecorder(Protocol):
         calls = [one.call for one in self.calls(sites=False) if not one.done]
         return [Outstanding(call.group, call.number) for call in calls]
 
-    # Returns the last calls of all groups, those of each group oldest first; with call sites if ``sites``, even if
-    # that is slow.
+    # Returns the last calls of all groups, each group's oldest first; with call sites if ``sites``, even if it is slow.
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]: ...
 
 
@@ -118,8 +117,7 @@ class FlightRecorder(CallRecorder):
 
     def outstanding(self) -> Sequence[Outstanding]:
         # A group is left out if a call of it was enqueued or completed since the last look; to see that takes 0.1 ms.
-        # The calls of the other groups are read, because calls complete in any order, so the two numbers do not tell
-        # which one is incomplete.
+        # The calls of the others are read: they complete in any order, so two numbers do not tell which is incomplete.
         counts: dict[tuple[str, str], tuple[int, int]] = {}
         for ring, dump in _dumps(includeCollectives=False):
             for number, status in dump.get("pg_status", {}).items():
@@ -332,7 +330,7 @@ class RankState:
 class UnresponsiveRank(NamedTuple):
     reason: str
     has_ended: bool = False  # whether its process has ended
-    has_left: bool = False  # whether its program has reached its end without an error
+    has_left: bool = False  # whether its program has ended without an error
     is_stopped: bool = False  # whether its process is stopped
     # Whether its process runs although it does not answer, for example while code in C computes and holds the GIL.
     is_moving: bool = False

@@ -111,7 +111,7 @@ class _Case:
         stuck, reached = self._stuck(), self._reached_from(self.asker.rank)
         if self.asker.rank not in stuck:
             late = [rank for rank in reached if rank not in self.waits]
-            where = "; ".join(map(self._work, late))
+            where = "; ".join(map(self._progress_in_words, late))
             text = f" for {ranks_in_words(late)}. {where}. No error is raised while it makes progress."
             return self._remark(text, late)
         causes = [rank for rank in reached if rank in stuck]
@@ -121,13 +121,15 @@ class _Case:
         return self._never_came(idle) if idle else self._cycle(causes)
 
     def _cycle(self, causes: Sequence[int]) -> Diagnosis | None:
-        alike = self._members(self.asked.group) if self.asked is not None else ()
-        ranks = sorted({self.asker.rank, *(causes or filter(self.waits.__contains__, alike))})
-        calls = _as_far_as_known({rank: self._current(rank) for rank in ranks})
+        members = self._members(self.asked.group) if self.asked is not None else ()
+        # If the asker waits for no rank, all have called its collective: then those of its group that are still in one.
+        waiting = causes or [rank for rank in members if rank in self.waits]
+        ranks = sorted({self.asker.rank, *waiting})
+        calls = _as_far_as_known({rank: self._call_of(rank) for rank in ranks})
         kinds = {(_comparison_key(call, exactly=True), call.group, call.number) for call in calls.values()}
         if len(kinds) > 1:
             return replace(_mismatch(calls), may_pass=True)
-        ranks = sorted({*ranks, *(rank for rank in alike if rank in self.states)})
+        ranks = sorted({*ranks, *(rank for rank in members if rank in self.states)})
         since = [self.states[rank].seconds_since_call for rank in ranks]
         if any(seconds is not None and seconds < self.stall_timeout for seconds in since):
             return None  # the last of them has only just made the call
@@ -136,8 +138,8 @@ class _Case:
                 ". All its ranks have made the same call. No error is raised while data moves between them."
             )
         text = (
-            f"{self._what()} does not complete, although {ranks_in_words(ranks)} made the same call"
-            f" {self.request.seconds:.0f} s ago\n\n{self._table(())}{self._places()}\n\n"
+            f"{self._collective_in_words()} does not complete, although {ranks_in_words(ranks)} made the same call"
+            f" {self.request.seconds:.0f} s ago\n\n{self._table_of_ranks(())}{self._where_in_training()}\n\n"
             "Look at the network between the hosts (lockstep-doctor network), and at what other threads do. If the"
             " transfer only needs longer, give the strategy a larger stall_timeout."
         )
@@ -208,7 +210,7 @@ class _Case:
 
     def _remark(self, text: str, ranks: Sequence[int] = ()) -> Diagnosis:
         begin = (
-            f"rank {self.asker.rank} has waited {self.request.seconds:.0f} s in {self._what()} at"
+            f"rank {self.asker.rank} has waited {self.request.seconds:.0f} s in {self._collective_in_words()} at"
             f" {self.asker.position.site}"
         )
         return Diagnosis(kind="slow", text=f"{begin}{text}", ranks=tuple(ranks))
@@ -222,11 +224,11 @@ class _Case:
             waited = f"the program there has ended while rank {self.request.rank} waited"
         elif self.request.raised:
             waited = f"the wait of rank {self.request.rank} was ended by {first_line(self.request.raised)}"
-        text = f"{ranks_in_words(causes)} never came to {self._what()}: {waited}"
-        text += f"\n\n{self._table(causes)}{self._places()}"
+        text = f"{ranks_in_words(causes)} never came to {self._collective_in_words()}: {waited}"
+        text += f"\n\n{self._table_of_ranks(causes)}{self._where_in_training()}"
         for rank in causes:
             if rank in self.states and self.states[rank].position.stack:
-                stack = "\n".join(f"      {place}" for place in self.states[rank].position.stack)
+                stack = "\n".join(f"      {frame}" for frame in self.states[rank].position.stack)
                 text += f"\n\n    Stack of rank {rank} (innermost frame last):\n{stack}"
         if has_left:
             remedy = (
@@ -246,35 +248,35 @@ class _Case:
         may_pass = not self.request.raised and not all_silent
         return Diagnosis(kind="stall", text=f"{text}\n\n{remedy}", ranks=tuple(causes), may_pass=may_pass)
 
-    def _places(self) -> str:
+    def _where_in_training(self) -> str:
         places = places_in_words({rank: state.where for rank, state in self.states.items()})
         return f"\n\n{places}" if places else ""
 
-    def _current(self, rank: int) -> CollectiveCall:
+    def _call_of(self, rank: int) -> CollectiveCall:
         state = self.states[rank]
         return state.call(self.asked if self.asked in state.outstanding else state.outstanding[0])
 
-    def _work(self, rank: int) -> str:
+    def _progress_in_words(self, rank: int) -> str:
         if rank in self.states:
             return f"rank {rank} is still running, at {self.states[rank].position.site}"
         return f"rank {rank} cannot say where it is: {self.silent[rank].reason}"
 
-    def _what(self) -> str:
+    def _collective_in_words(self) -> str:
         if (asked := self.asked) is None:
             return "a collective"
         return f"collective #{asked.number} of group {asked.group!r} ({self.asker.call(asked).title})"
 
-    def _table(self, causes: Collection[int]) -> str:
+    def _table_of_ranks(self, causes: Collection[int]) -> str:
         rows: list[tuple[object, ...]] = []
         for rank in sorted({*self.states, *self.silent}):
             mark = _CAUSE if rank in causes else ""
             if rank not in self.states:
                 rows.append((rank, "-", "", "", f"no answer: {self.silent[rank].reason}", mark))
             elif rank in self.waits or self._raised_in(rank):
-                call = self._raised_in(rank) or self._current(rank)
+                call = self._raised_in(rank) or self._call_of(rank)
                 rows.append((rank, *call.columns(), call.site, mark))
             else:
-                rows.append((rank, "-", "", "", self._place(self.states[rank]), mark))
+                rows.append((rank, "-", "", "", self._position_in_words(self.states[rank]), mark))
         return plain_table(("rank", "operation", "dtype", "shape", "called from / now at", ""), rows)
 
     def _raised_in(self, rank: int) -> CollectiveCall | None:
@@ -283,7 +285,7 @@ class _Case:
         is_asker = rank == self.request.rank and self.request.raised
         return state.call(self.asked) if is_asker and self.asked and not state.outstanding else None
 
-    def _place(self, state: RankState) -> str:
+    def _position_in_words(self, state: RankState) -> str:
         last = state.last_call(self.asked.group) if self.asked is not None else None
         if last is None:
             return state.position.site
@@ -313,11 +315,11 @@ def _as_far_as_known(calls: Mapping[int, CollectiveCall]) -> dict[int, Collectiv
     peers: dict[str, list[CollectiveCall]] = {}
     for call in calls.values():
         peers.setdefault(call.operation, []).append(call)
-    untold = {operation: _untold(those) for operation, those in peers.items()}
-    return {rank: replace(call, **untold[call.operation]) for rank, call in calls.items()}
+    cleared = {operation: _cleared_fields(those) for operation, those in peers.items()}
+    return {rank: replace(call, **cleared[call.operation]) for rank, call in calls.items()}
 
 
-def _untold(peers: Sequence[CollectiveCall]) -> dict[str, Any]:
+def _cleared_fields(peers: Sequence[CollectiveCall]) -> dict[str, Any]:
     # The position of a rank that has gone on no longer tells its reduction and root, and in a scatter only the root
     # records tensors. Known roots that differ are kept.
     found: dict[str, Any] = {}

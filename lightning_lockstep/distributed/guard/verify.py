@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_lockstep._text import plain_table, ranks_in_words
-from lightning_lockstep.distributed.ddp_reducer import parameters_in_words
 from lightning_lockstep.distributed.guard.collective_call import (
     CollectiveCall,
     batch_number,
@@ -59,7 +59,7 @@ class _DispatchedCall:
         self.tensors: Sequence[Tensor] = [tensors] if isinstance(tensors, Tensor) else tensors
 
     def _argument(self, name: str, default: Any = None) -> Any:
-        return self.operator.argument(self._args, name, default)
+        return self.operator.argument_or(self._args, name, default)
 
     @property
     def timeout(self) -> float | None:
@@ -146,8 +146,7 @@ class ComparisonGroup:
 def _wait_for_all(store: dist.Store, rank: int, size: int, timeout: float) -> int:
     """Wait until all ranks have arrived, and return for how many such groups they did so before over this store."""
     # Each rank counts its groups, because one that is made anew may have the name and the store of an earlier one. A
-    # rank that comes again after a timeout arrives for the same group. The loop waits in Python, so that signals are
-    # handled.
+    # rank that comes again after a timeout arrives for the same group. Python waits, so that signals are handled.
     number = store.add(f"groups/{rank}", 0)
     arrivals = [f"arrived/{number}/{one}" for one in range(size)]
     store.set(arrivals[rank], "")
@@ -175,8 +174,7 @@ class CallVerifier(CallRecorder):
     """Raises on every rank of a group if its ranks are about to call different collectives."""
 
     # It compares operation, reduction, root, dtypes, shapes of what this rank gives or gets, and the batch of a fit.
-    # After a mismatch the group can be used as before. It knows the last call of each group: the earlier ones were
-    # compared, and found equal.
+    # After a mismatch the group can be used as before. It knows each group's last call: the earlier ones were equal.
     #
     # Each collective, an asynchronous one too, waits until all ranks of its group have called it. So ranks wait for
     # each other until the group's timeout if they call asynchronous collectives of several groups in different orders,
@@ -214,7 +212,8 @@ class CallVerifier(CallRecorder):
         after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
         def kernel(keyset: Any, *args: Any) -> Any:
-            group = None if answered_locally() else self._group_of(operator.argument(args, "process_group"))
+            boxed = operator.argument_or(args, "process_group")
+            group = None if answered_locally() else self._group_of(boxed)
             if group is None:
                 return redispatch(keyset & after, *args)
             # Held until the backend has the call: it must get the calls of a group in the order they were compared.
@@ -325,6 +324,20 @@ class _GroupVerifier:
 
 
 # -- The parameters of the ranks, compared before DDP makes its buckets of them --
+
+
+def parameters_in_words(module: nn.Module) -> list[str]:
+    """Return for each parameter what must be equal on all ranks, in the order in which DDP reduces gradients."""
+
+    def shape(parameter: Any) -> object:
+        if is_lazy(parameter):
+            return "of unknown shape"
+        return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+    return [
+        f"{name} {shape(p)} {str(p.dtype).removeprefix('torch.')} {'trained' if p.requires_grad else 'frozen'}"
+        for name, p in module.named_parameters()
+    ]
 
 
 def verify_parameters(

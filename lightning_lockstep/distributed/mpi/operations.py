@@ -154,7 +154,7 @@ def _all(bodies: Iterable[Body]) -> Body:
     return chain.from_iterable([*bodies])
 
 
-# -- torch's operations: what they are given must fit, because MPI gets addresses --
+# -- Torch's operations: what they are given must fit, because MPI gets addresses --
 
 
 def need(condition: bool, what: str) -> None:

@@ -79,7 +79,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._last: MPIWork | None = None  # the collective that was called last, until it is over
         self._lock = threading.Lock()  # threads give the worker their calls in the order of the numbers
 
-    # -- collectives -------------------------------------------------------------------------------------
+    # -- collectives --
 
     def _collective(self, name: str, *given: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Start a collective: torch's methods of :data:`COLLECTIVES` are this one."""
@@ -155,7 +155,7 @@ class MPIProcessGroup(dist.ProcessGroup):
             self._broken = self._broken or named
         return named
 
-    # -- what the guard asks of a CallRecorder: torch's own sees no process group that is written in Python ----
+    # -- what the guard asks of a CallRecorder: torch's own sees no process group that is written in Python --
 
     def outstanding(self) -> Sequence[Outstanding]:
         # Collectives of a group end in the order of their calls.
@@ -169,7 +169,7 @@ class MPIProcessGroup(dist.ProcessGroup):
             for call, started in self._calls.copy()
         ]
 
-    # -- sends and receives ------------------------------------------------------------------------------
+    # -- sends and receives --
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
         return self._message(f"send to {to}", tensors, to, tag)
@@ -209,7 +209,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         work.senders = senders
         return work
 
-    # -- both --------------------------------------------------------------------------------------------
+    # -- both --
 
     def _submitted(
         self,
@@ -232,7 +232,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._worker.submit(work)
         return work
 
-    # -- the rest of torch's contract --------------------------------------------------------------------
+    # -- the rest of torch's contract --
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "mpi4py"

@@ -13,8 +13,7 @@ An operation is a generator. It starts non-blocking calls of MPI, yields the fun
 complete, and goes on once they are. The worker never waits in MPI for a rank that has not arrived, so operations of
 several groups, sends and receives go on side by side in whatever order they were called.
 
-Collectives of one group run one after another, as MPI wants them in one order on all ranks: each begins once the one
-before it is over.
+Collectives of one group run one after another, because MPI wants them in one order on all ranks.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class MPIWork(dist.Work):
         self._gate.acquire()
         self._future: Future[Any] | None = None
 
-    # -- in the worker ----------------------------------------------------------------------------------
+    # -- in the worker --
 
     def step(self) -> bool:
         """Go on if MPI's calls are complete; return whether anything moved."""
@@ -129,7 +128,7 @@ class MPIWork(dist.Work):
             " the same collectives in the same order; raise the timeout if a rank is only slow."
         )
 
-    # -- anywhere ---------------------------------------------------------------------------------------
+    # -- anywhere --
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.awaited = True
@@ -250,7 +249,7 @@ class Worker:
 
 
 def wait_for_callbacks(seconds: float) -> None:
-    """Wait, up to so long, until all futures are complete and their callbacks have returned."""
+    """Wait until all futures are complete and their callbacks have returned, but at most this long."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
         under_way = [thread for thread in threading.enumerate() if thread.name == _FUTURES]

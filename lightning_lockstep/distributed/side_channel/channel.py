@@ -21,8 +21,7 @@ _LOOK_EVERY = 0.1
 
 Handler = Callable[["Message"], None]
 _Kept = TypeVar("_Kept")
-# What is known of another rank. "absent": its connection has ended, and it may be back within `BACK_WITHIN`. The last
-# two are for good.
+# What is known of another rank. "absent": it may connect again within `BACK_WITHIN`. The last two are for good.
 _Peer = Literal["stands", "absent", "closed", "lost"]
 
 
@@ -42,8 +41,7 @@ class SideChannel:
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = rank, world_size
         self.port = 0  # at which rank 0 listens, if it does
-        # Host name and process id of ranks: of all once they have met; until then of those that have a connection with
-        # this one.
+        # Host name and process id of ranks: of all once they have met; until then of those connected to this one.
         self.processes: dict[int, tuple[str, int]] = {}
         self.lingers = True  # what was posted last may still take a while to leave when this is closed
         #: Held while what ranks have said or done is noted; also notified of each message that was handled.

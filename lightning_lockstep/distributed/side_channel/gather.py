@@ -111,7 +111,7 @@ class Gather:
 
     @contextmanager
     def waiting(self, key: Key) -> Iterator[None]:
-        """Let the guard see that this rank waits in the body for the others to come to the same."""
+        """Let the guard see that this rank waits in the body for the others to reach the same point."""
         self.last.append(this := Collecting(key, time.time()))
         try:
             yield

@@ -1,7 +1,6 @@
 """How the ranks find the side channel: its address is a key in the store of their group.
 
-So opening it is no collective. Rank 0 begins to listen and sets the key; any other rank reads it when it first needs
-the channel.
+So opening it is no collective. Rank 0 begins to listen and sets the key; the others read it when they first need it.
 """
 
 from __future__ import annotations

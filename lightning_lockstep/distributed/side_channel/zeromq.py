@@ -168,14 +168,13 @@ class ZeroMQSideChannel(SideChannel):
         self.post(_CLOSING, to=self._peers_that("stands") if self.rank == 0 else [0])
         self.flush(timeout)
         self._put(self._ended.set)
-        # At its end this thread waits until what was sent last has left. No new thread can do that: Python 3.12 and
-        # later start none at exit.
+        # At its end this thread waits until what was sent last has left: Python 3.12 and later start no thread at exit.
         self._sockets.join(max(timeout, 0.5) + max(timeout, 1.0))
         if not self._context.closed:
             _unfinished.append(self._context)
         super().close()
 
-    # ---------------------------------------------------------------- the thread that owns the sockets: sending
+    # -- the thread that owns the sockets: sending --
 
     def _run_sockets(self) -> None:
         with suppress(AttributeError, OSError):
@@ -232,7 +231,7 @@ class ZeroMQSideChannel(SideChannel):
                 if not self._has_ended(to):
                     self._unsent[to].append(content)
 
-    # ---------------------------------------------------------------- the thread that owns the sockets: receiving
+    # -- the thread that owns the sockets: receiving --
 
     def _receive(self) -> None:
         self._note_events()
@@ -274,7 +273,7 @@ class ZeroMQSideChannel(SideChannel):
         self._note(message.sender, "closed")
         self._on_closed(message.sender)
 
-    # ---------------------------------------------------------------- connections that stand, and those that have ended
+    # -- connections that stand, and those that have ended --
 
     def _note_events(self) -> None:
         with suppress(zmq.Again):

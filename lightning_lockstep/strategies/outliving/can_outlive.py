@@ -111,7 +111,8 @@ class GlobalBatch:
     # micro-batch, that stays as it was.
 
     def __init__(self, strategy: Any) -> None:
-        self.strategy, self.trainer = strategy, None  # type: Any, Any
+        self.strategy: Any = strategy
+        self.trainer: Any = None
         self._changed = ExitStack()  # settings of the Trainer
 
     def process(self, process: Callable[[Any], Any], loader: Any) -> Any:

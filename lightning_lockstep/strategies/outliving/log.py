@@ -28,7 +28,7 @@ class LoggedRows:
     def __init__(self) -> None:
         self.last: dict[Row, dict[str, Any]] = {}
         self._written: set[Row] = set()  # before a loss
-        self._made_again = -1  # the last step that is made again
+        self._repeats_until = -1  # the last step that is made again
 
     def go_on_in_one_place(self, trainer: Any) -> None:
         """Give each rank the places where rank 0 logs, because it may become rank 0. Ranks: all; a broadcast."""
@@ -48,17 +48,18 @@ class LoggedRows:
         if step is not None and row not in self._written:
             self.last = dict([*self.last.items(), (row, dict(metrics))][-_ROWS_KEPT:])
 
-    def step_begins(self, step: int) -> None:
-        if step > self._made_again:
+    def begin_step(self, step: int) -> None:
+        if step > self._repeats_until:
             self.forget_written()
 
     def forget_written(self) -> None:
         """Let all rows be written, because those that come now are new."""
         self._written = set()
 
-    def go_on(self, trainer: Any, last: dict[Row, dict[str, Any]], made_again: int) -> None:
+    def go_on(self, trainer: Any, last: dict[Row, dict[str, Any]], repeats_until: int) -> None:
         """Go on after the last rows of another rank, of which a lost rank 0 may have written some."""
-        self.last, self._written, self._made_again = last, set(), made_again
+        self.last, self._repeats_until = last, repeats_until
+        self._written = set()  # no row counts as written while `continue_csv` logs
         written = set(last)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             if isinstance(logger, CSVLogger):
@@ -79,19 +80,20 @@ def continue_csv(logger: Any, rows: Mapping[Row, Mapping[str, Any]]) -> set[Row]
         writer = logger.experiment
     finally:
         kind._check_log_dir_exists = deletes  # which would delete the file
-    path, there = Path(logger.log_dir) / "metrics.csv", set[Row]()
+    path = Path(logger.log_dir) / "metrics.csv"
+    found = set[Row]()
     if path.is_file():
         text = path.read_bytes()
         write_whole(path, text[: text.rfind(b"\n") + 1])  # the lost rank may have ended within a line
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
-            there = {row_of(int(row["step"] or 0), row) for row in reader}
+            found = {row_of(int(row["step"] or 0), row) for row in reader}
             writer.metrics_keys = list(reader.fieldnames or ())
     for row, values in rows.items():
-        if row not in there:
+        if row not in found:
             logger.log_metrics(metrics=values, step=row[0])
     writer.save()
-    return there
+    return found
 
 
 # -- Who was lost --
@@ -106,22 +108,24 @@ class Losses:
     def __init__(self, strategy: Any, membership: Membership) -> None:
         self._strategy, self._membership = strategy, membership
         self._untold: dict[str, Any] | None = None
+        self._is_step = False  # whether that was at a step, not in a call that begins again
 
     def forget_earlier_run(self) -> None:
         folder = self._strategy.supervisor.folder()
-        if self._strategy.is_global_zero and folder is not None and not self._membership.told():
+        if self._strategy.is_global_zero and folder is not None and not self._membership.reported_losses():
             (folder / LOST_FILE).unlink(missing_ok=True)
 
-    def note(self, place: str) -> None:
-        """Note who was lost at a step or in a call; end the run if it comes again at a step. Ranks: all, together."""
-        membership, told, self._untold = self._membership, self._membership.told(), None
+    def note(self, where: str, *, is_step: bool) -> None:
+        """Note who was lost at a step or in a call; end the run if the same step kills a member twice. Ranks: all."""
+        membership, told = self._membership, self._membership.reported_losses()
+        self._untold, self._is_step = None, is_step
         lost = membership.lost_since(told[-1]["generation"] if told else 0)
         members = len(membership.current.members)
         if not (lost or (told and members > told[-1]["went_on_with"])):  # a process has joined
             return
-        there = [one["text"] for one in told if one["ranks"] and one["at"] == place]
-        if _is_step(place) and lost and there:
-            membership.ask(f"it was not the first one there: {there[-1]}")
+        earlier = [one["text"] for one in told if one["ranks"] and one["at"] == where]
+        if is_step and lost and earlier:
+            membership.send_request(f"it was not the first one there: {earlier[-1]}")
             raise membership.error()
         reasons = (
             f"host {record.host}"
@@ -134,7 +138,7 @@ class Losses:
             "ranks": sorted(record.rank for _, record in lost),
             "pids": [record.pid for _, record in lost],
             "why": ", ".join(dict.fromkeys(reasons)),
-            "at": place,
+            "at": where,
             "went_on_with": members,
             "seen": (lost[0][0] if lost else membership.current).since,
         }
@@ -145,22 +149,18 @@ class Losses:
             return
         loss, self._untold = self._untold, None
         loss["seconds"] = round(time.time() - loss["seen"], 3)
-        loss["text"] = _in_words(loss)
-        self._membership.tell(loss)
+        loss["text"] = _in_words(loss, is_step=self._is_step)
+        self._membership.report_loss(loss)
         if self._strategy.is_global_zero and (folder := self._strategy.supervisor.folder()) is not None:
-            told = json.dumps({"lost": self._membership.told()}, indent=2)
+            told = json.dumps({"lost": self._membership.reported_losses()}, indent=2)
             write_report(folder / LOST_FILE, f"{told}\n")
 
 
-def _is_step(place: str) -> bool:
-    return place.startswith("at ")  # such as "at epoch 0, step 4"; or "in validate", a call that begins again
-
-
-def _in_words(loss: Mapping[str, Any]) -> str:
+def _in_words(loss: Mapping[str, Any], *, is_step: bool) -> str:
     """Return what is printed of a loss."""
     verb = "was" if len(loss["ranks"]) == 1 else "were"
     went_on = f"went on with {counted(loss['went_on_with'], 'rank')} after {loss['seconds']:.1f} s"
-    again = "nothing was lost" if _is_step(loss["at"]) else "the call of the Trainer began again"
+    again = "nothing was lost" if is_step else "the call of the Trainer began again"
     if not loss["ranks"]:
         return f"a new process joined {loss['at']}; {went_on}"
     return f"{ranks_in_words(loss['ranks'])} {verb} lost {loss['at']} ({loss['why']}); {went_on}; {again}"

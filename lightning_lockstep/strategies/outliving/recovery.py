@@ -1,7 +1,6 @@
 """How a rank goes on when a member of its run is lost.
 
-A collective breaks, or a step boundary raises: so it is known how far a rank has come, and what it has not ended yet is
-done again:
+A loss shows as a broken collective or at a step boundary, so a rank knows how far it has come. What it repeats:
 
 ================================== ==================================================================================
 a member was lost                  what the others do again
@@ -15,12 +14,12 @@ at the end of an epoch             that end, likewise
 
 On each of them, in this order::
 
-    leave          drops what holds the broken process group; those that are left connect
-    share_state    the most advanced member gives its state, a checkpoint in memory, to those that are not at its place;
-                   who was lost is noted; the Trainer is brought back to where its function can be called again
-    (the call)     the Trainer sets itself up again, and loads the checkpoint in memory as any other (`_loads`)
-    _train_starts  what is in no checkpoint is put back, what was not saved and logged is
-    (a step)       the run goes on: who was lost is told
+    leave        drops what holds the broken process group; those that are left connect
+    share_state  the most advanced member gives its state, a checkpoint in memory, to those that have not come as far;
+                 who was lost is noted; the Trainer is brought back to where its function can be called again
+    (the call)   the Trainer sets itself up again, and loads the checkpoint in memory as any other (`_around_load`);
+                 what is in no checkpoint is put back, what was not saved and logged is (`_around_train_start`)
+    (a step)     the run goes on: who was lost is told
 """
 
 from __future__ import annotations
@@ -50,30 +49,30 @@ class Recovery:
     def __init__(self, strategy: Any, membership: Membership) -> None:
         self.strategy, self.membership = strategy, membership
         self.trainer: Any = None
-        self._batch, self._losses = GlobalBatch(strategy), Losses(strategy, membership)
+        self._batch = GlobalBatch(strategy)
+        self._losses = Losses(strategy, membership)
         self._state = RunState(strategy, self._losses)
         call_around(
             strategy,
             process_dataloader=self._batch.process,
-            barrier=self._barrier,
-            load_checkpoint=self._loads,
-            on_train_start=self._train_starts,
+            barrier=self._around_barrier,
+            load_checkpoint=self._around_load,
+            on_train_start=self._around_train_start,
         )
 
     # -- a call of a Trainer --
 
     def begin_call(self, trainer: Any) -> None:
-        """Note a further call of a Trainer."""
         self.trainer = self._batch.trainer = trainer
         self._state.begin_call(trainer)
 
     def end_call(self) -> None:
-        """Give the Trainer its own settings back, and log what comes again in another call."""
+        """Give the Trainer its own settings back, and let another call log what comes again in it."""
         self._batch.put_back()
         self._state.rows.forget_written()
 
-    def _barrier(self, wait: Callable[..., None], name: str | None = None, **options: Any) -> None:
-        self.strategy.check_failure()  # else a rank would go on where others have broken off
+    def _around_barrier(self, wait: Callable[..., None], name: str | None = None, **options: Any) -> None:
+        self.strategy.check_failure()  # without this, a rank would go on where others have broken off
         wait(name, **options)
         if name == "run-stage":  # all ranks have the state of the run
             self.strategy.supervisor.in_batches = True
@@ -94,14 +93,15 @@ class Recovery:
         """Make all members go on where the most advanced one is. Ranks: all members, together."""
         self._state.share()
         memory = self._state.memory
-        self._losses.note(f"in {self.trainer.state.fn.value}" if memory is None else f"at {memory.at}")
+        where = f"in {self.trainer.state.fn.value}" if memory is None else f"at {memory.at}"
+        self._losses.note(where, is_step=memory is not None)
         if self.membership.current.number:
-            self._renew()
+            self._reset_trainer()
         self._state.put_back()
         if memory is not None:
             call.arguments["ckpt_path"] = IN_MEMORY
 
-    def _renew(self) -> None:
+    def _reset_trainer(self) -> None:
         """Bring the Trainer back to where its function can be called again."""
         trainer, module = self.trainer, self.strategy.lightning_module
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -123,13 +123,13 @@ class Recovery:
             trainer.progress_bar_callback.enable()
         self.end_call()
 
-    def _loads(self, load: Callable[..., Any], path: Any, *args: Any, **options: Any) -> Any:
+    def _around_load(self, load: Callable[..., Any], path: Any, *args: Any, **options: Any) -> Any:
         if path != IN_MEMORY:
             return load(path, *args, **options)
         assert self._state.memory is not None
         checkpoint = self._state.memory.checkpoint
         return {**checkpoint, "loops": copy.deepcopy(checkpoint["loops"])}  # which Lightning changes
 
-    def _train_starts(self, start: Callable[[], None]) -> None:
+    def _around_train_start(self, start: Callable[[], None]) -> None:
         start()
-        self._state.train_starts()
+        self._state.finish_loading()

@@ -2,7 +2,7 @@
 
 A rank keeps what a step changes before its optimizer does (buffers and random numbers), and what hooks change that run
 again after a loss. When a member is lost, it puts that back and makes a checkpoint in memory; the most advanced member
-gives its own to those that are not at the same place.
+gives its own to those that have not come as far.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from lightning_lockstep._lightning import (
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.failure.record import place_in_words
 from lightning_lockstep.distributed.process_group import broadcast_tensors
+from lightning_lockstep.loaders.loader_position import POSITION_KEY
 from lightning_lockstep.loaders.weights import StepWeights
 from lightning_lockstep.steps.patching import assigned, call_around
 from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, RandomState
 from lightning_lockstep.strategies.outliving.log import LoggedRows, Losses, Row
-
-_POSITION = "lockstep_loader_position"
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Memory:
     """A checkpoint in memory, and what no checkpoint has."""
 
     checkpoint: dict[str, Any]
-    place: tuple[int, ...]  # comparable with that of other ranks
+    progress: tuple[int, ...]  # comparable with that of other ranks
     at: str  # the same in words
     should_stop: bool
     rows: dict[Row, dict[str, Any]]  # that loggers were given last
@@ -64,8 +63,10 @@ class RunState:
     """What one rank keeps of a call of a Trainer, so that it or another rank can go on from there."""
 
     def __init__(self, strategy: Any, losses: Losses) -> None:
-        self.strategy, self.trainer = strategy, None  # type: Any, Any
-        self.losses, self.rows = losses, LoggedRows()
+        self.strategy: Any = strategy
+        self.trainer: Any = None
+        self.losses = losses
+        self.rows = LoggedRows()
         self.memory: Memory | None = None  # until the run has begun from it
         self._in_run = False  # whether weights, optimizers and counters are those of the run
         self._followed: Any = None  # a Trainer that tells of its batches, hooks and logs
@@ -74,12 +75,14 @@ class RunState:
         self._buffers: BufferCopies | None = None  # before the step
         self._hooks = _Hooks()
         self._values: list[ModuleAttributes] = []  # logged in this epoch
-        call_around(strategy, optimizer_step=self._steps, save_checkpoint=self._saves)
+        call_around(strategy, optimizer_step=self._around_step, save_checkpoint=self._around_save)
 
     # -- while all is well --
 
     def begin_call(self, trainer: Any) -> None:
-        self.trainer, self._in_run, self.memory = trainer, False, None
+        self.trainer = trainer
+        self._in_run = False
+        self.memory = None
         self._at_begin = RandomState.capture()
         self.rows.forget_written()
 
@@ -94,44 +97,44 @@ class RunState:
         # Between these calls of Lightning's connector the hooks of all callbacks run.
         call_around(
             trainer._logger_connector,
-            on_batch_start=self._batch_begins,
-            update_train_step_metrics=self._hooks_end,
-            epoch_end_reached=self._epoch_ends,
-            update_train_epoch_metrics=self._hooks_end,
+            on_batch_start=self._around_batch_start,
+            update_train_step_metrics=self._around_metrics,
+            epoch_end_reached=self._around_epoch_end,
+            update_train_epoch_metrics=self._around_metrics,
         )
-        call_around(trainer.fit_loop.epoch_loop.val_loop, run=self._validates)
+        call_around(trainer.fit_loop.epoch_loop.val_loop, run=self._around_validation)
         self.rows.follow(trainer)
 
-    def _batch_begins(self, begin: Callable[..., None], *args: Any) -> None:
+    def _around_batch_start(self, begin: Callable[..., None], *args: Any) -> None:
         """Keep what a step that is broken off has changed by then: buffers and random states."""
         begin(*args)
-        self._goes_on()
+        self._mark_in_run()
         trainer = self.trainer
         if trainer.training and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             assert self._buffers is not None
             self._buffers.refresh()
-            self.rows.step_begins(trainer.global_step)
+            self.rows.begin_step(trainer.global_step)
             self._before_step = trainer.global_step, RandomState.capture()
 
-    def _steps(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def _around_step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
         result = step(*args, **options)
-        self._hooks_begin("batch")
+        self._begin_hooks("batch")
         return result
 
-    def _validates(self, run: Callable[[], Any]) -> Any:
-        self._hooks_begin("validation")
+    def _around_validation(self, run: Callable[[], Any]) -> Any:
+        self._begin_hooks("validation")
         outputs = run()
         self._hooks = _Hooks()
         return outputs
 
-    def _epoch_ends(self, reached: Callable[[], None]) -> None:
+    def _around_epoch_end(self, reached: Callable[[], None]) -> None:
         if self.trainer.training:
-            self._hooks_begin("epoch")
+            self._begin_hooks("epoch")
         reached()
 
-    def _hooks_begin(self, where: Literal["batch", "validation", "epoch"]) -> None:
+    def _begin_hooks(self, where: Literal["batch", "validation", "epoch"]) -> None:
         """Keep what those callbacks have that save or stop, and for a validation metrics, before hooks change it."""
-        self._goes_on()
+        self._mark_in_run()
         put_back: list[Callable[[], object]] = []
         for callback in filter(_decides, self.trainer.callbacks):
             attributes = {name: copy.copy(value) for name, value in vars(callback).items()}
@@ -140,19 +143,21 @@ class RunState:
             put_back += [ModuleAttributes(metric).restore for metric in self.strategy.counting.metrics()]
         self._hooks = _Hooks(where, put_back)
 
-    def _hooks_end(self, update: Callable[[], None]) -> None:
-        self._hooks = _Hooks()
+    def _around_metrics(self, update: Callable[[], None]) -> None:
+        self._hooks = _Hooks()  # those of the batch, or of the epoch, have run
         update()
 
-    def _saves(self, save: Callable[..., None], checkpoint: Any, path: Any, **options: Any) -> None:
+    def _around_save(self, save: Callable[..., None], checkpoint: Any, path: Any, **options: Any) -> None:
         if self._hooks.where:
             self._hooks.saved.append(path)
         save(checkpoint, path, **options)
 
-    def _goes_on(self) -> None:
+    def _mark_in_run(self) -> None:
         """Note that the run has begun with a step or hooks: until then the state in memory is the one to go on from."""
         if not self._in_run:
-            self._in_run, self.memory, self._values = True, None, []
+            self._in_run = True
+            self.memory = None
+            self._values = []
         self.losses.tell()
 
     # -- when a member is lost --
@@ -161,17 +166,17 @@ class RunState:
         """Have the most advanced member give its state to the others. Ranks: all members, together."""
         if self._in_run and self.trainer.state.fn == TrainerFn.FITTING:
             self.memory = self._dump()
-        self._in_run, self._hooks = False, _Hooks()
-        place = (0,) if self.memory is None else self.memory.place
-        told = current_communicator().gather((place, StepWeights._fits))
-        places = [one[0] for one in told]
-        StepWeights._fits = max(one[1] for one in told)
-        if len(set(places)) > 1:
-            mine = None if self.memory is None else vars(self.memory)
-            self.memory = Memory(**given_by(places.index(max(places)), mine))
+        self._in_run = False
+        self._hooks = _Hooks()
+        own = (0,) if self.memory is None else self.memory.progress
+        progress, fits = zip(*current_communicator().gather((own, StepWeights.fits)), strict=True)
+        StepWeights.fits = max(fits)
+        if len(set(progress)) > 1:
+            state = None if self.memory is None else vars(self.memory)
+            self.memory = Memory(**broadcast_state(progress.index(max(progress)), state))
 
     def _dump(self) -> Memory:
-        """Return what this rank has ended. Ranks: any, alone; hooks run as after an error."""
+        """Return what this rank has finished. Ranks: any, alone; hooks run as after an error."""
         trainer, hooks, epoch_loop = self.trainer, self._hooks, self.trainer.fit_loop.epoch_loop
         open_row = self._open_row() if hooks.where == "batch" else None
         for put_back in hooks.put_back:
@@ -181,7 +186,7 @@ class RunState:
         self._values = [ModuleAttributes(one) for one in epoch_loop._results.values()]
         with assigned(trainer.state, status=TrainerStatus.INTERRUPTED):
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        if (position := checkpoint.get(_POSITION)) is not None:
+        if (position := checkpoint.get(POSITION_KEY)) is not None:
             in_training = "epoch" if hooks.where == "epoch" else "step"
             position["broken_off"] = in_training if trainer.training else "validation"
             for record in position["ranks"]:
@@ -190,7 +195,7 @@ class RunState:
         at = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         return Memory(
             checkpoint,
-            place=self._place(),
+            progress=self._progress(),
             at=place_in_words({**at, "stage": "validate"} if trainer.evaluating else at),
             should_stop=trainer.should_stop,
             rows=self.rows.last,
@@ -210,13 +215,14 @@ class RunState:
                 return row, int(row.pop("step", trainer.fit_loop.epoch_loop._batches_that_stepped))
         return None
 
-    def _place(self) -> tuple[int, ...]:
-        """Return how far this rank has come."""
-        epochs, inner = self.trainer.fit_loop.epoch_progress.current, self.trainer.fit_loop.epoch_loop
-        batches, validated = inner.batch_progress.total, inner.val_loop.batch_progress.total.completed
-        scheduled, stepped = inner.scheduler_progress.total.completed, inner._batches_that_stepped
+    def _progress(self) -> tuple[int, ...]:
+        loop = self.trainer.fit_loop.epoch_loop
+        epochs = self.trainer.fit_loop.epoch_progress.current
+        batches = loop.batch_progress.total
+        scheduled = loop.scheduler_progress.total.completed
+        validated = loop.val_loop.batch_progress.total.completed
         done = epochs.processed, batches.processed, scheduled, batches.completed, validated
-        return 1, self.trainer.global_step, *done, epochs.completed, stepped
+        return 1, self.trainer.global_step, *done, epochs.completed, loop._batches_that_stepped
 
     # -- as the call begins again --
 
@@ -231,13 +237,14 @@ class RunState:
             vars(callback).update(values)
         for path in memory.saved:  # callbacks save these again, and would give them other names
             self.strategy.remove_checkpoint(path)
-        self.rows.go_on(trainer, memory.rows, made_again=memory.place[1])
+        self.rows.go_on(trainer, memory.rows, repeats_until=memory.progress[1])
 
-    def train_starts(self) -> None:
+    def finish_loading(self) -> None:
         """Go on with the random states of the step; save and log what was not when a member was lost."""
         if self.memory is None:
             return
-        memory, trainer, (step, states) = self.memory, self.trainer, self._before_step
+        memory, trainer = self.memory, self.trainer
+        step, states = self._before_step
         if step == trainer.global_step:
             states.restore()
         for values in self._values:
@@ -259,7 +266,7 @@ def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if isinstance(value, kinds)}
 
 
-def given_by(source: int, state: Any) -> Any:
+def broadcast_state(source: int, state: Any) -> Any:
     """Return the state of a rank. Ranks: all, together; a broadcast, and one for each tensor."""
     communicator = current_communicator()
     if communicator.rank == source:  # without a copy of its tensors

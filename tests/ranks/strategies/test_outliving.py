@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_lockstep.distributed import current_communicator, shut_down
-from lightning_lockstep.strategies.outliving.state import given_by
+from lightning_lockstep.strategies.outliving.state import broadcast_state
 from tests.harness import run_ranks
 
 
@@ -25,7 +25,7 @@ def state() -> dict[str, Any]:
 def give() -> Any:
     torch.manual_seed(3)
     mine = state() if current_communicator().rank == 1 else None
-    found = given_by(1, mine)
+    found = broadcast_state(1, mine)
     shut_down()
     return found
 

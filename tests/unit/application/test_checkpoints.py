@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from lightning_lockstep._application.checks import checkpoint_folders
 from lightning_lockstep._application.run import RunRecord
-from lightning_lockstep._run_folder import find_checkpoint, note_begin
+from lightning_lockstep._run_folder import find_checkpoint, mark_begin
 from lightning_lockstep.components import ModelCheckpoint
 from lightning_lockstep.errors import ConfigurationError
 from tests.models.stopping.fits import Module, fit
@@ -127,9 +127,9 @@ def test_what_a_run_saves_elsewhere_is_found_and_what_others_have_saved_there_is
         folders = checkpoint_folders(config, run_folder=run, started_in=tmp_path)
         return find_checkpoint("auto", run_folder=run, started_in=tmp_path, folders=folders)
 
-    note_begin(run)
+    mark_begin(run)
     os.utime(run / ".begun", (time.time() - 100,) * 2)
-    note_begin(run)  # a later attempt
+    mark_begin(run)  # a later attempt
     save(scratch / "last.ckpt", age=200, optimizer_states=[])
     assert found() is None, "of another run"
     for age, path in (

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lightning_lockstep._run_folder import (
+    claimed_folder,
     forget_run_folders,
-    run_folder,
     without_claiming,
 )
 
@@ -25,7 +25,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def claim(wanted: str) -> str:
     forget_run_folders()
-    return run_folder(wanted)
+    return claimed_folder(wanted)
 
 
 def test_runs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
@@ -39,12 +39,12 @@ def test_runs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
 def test_a_run_keeps_its_folder_and_looking_makes_none(tmp_path: Path) -> None:
     wanted = str(tmp_path / "run")
     with without_claiming():
-        assert run_folder(wanted) == wanted
+        assert claimed_folder(wanted) == wanted
     assert not Path(wanted).exists()
     Path(wanted).mkdir()
-    assert run_folder(wanted) == run_folder(wanted) == f"{wanted}-1"
+    assert claimed_folder(wanted) == claimed_folder(wanted) == f"{wanted}-1"
     with without_claiming():
-        assert run_folder(wanted) == f"{wanted}-1"
+        assert claimed_folder(wanted) == f"{wanted}-1"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_a_failure_of_a_later_attempt_waits_until_it_is_entered_and_one_of_an_ea
     boom, late = (describe_error(ValueError(text), 2, 3) for text in ("boom", "too late"))
     one = attempt(1)
     arrives(one, 2, boom)
-    assert (one.state, one.failed) == ("running", False)
+    assert (one.state, one.has_failure) == ("running", False)
     one.enter()
     assert (one.state, one.record) == ("failed", boom)
     one.leave()

@@ -56,7 +56,7 @@ def run() -> Iterator[Run]:
     yield made
     forget_rendezvous()
     for member in made.members:
-        member._leave()
+        member._stop_following()
         assert not member._thread.is_alive()  # else C++ would abort a process whose Python has ended
 
 
@@ -66,7 +66,7 @@ def test_a_connection_that_a_member_makes_after_the_news_is_ended_too(run: Run) 
     member._interrupt = SimpleNamespace(install=int, raise_soon=int)  # type: ignore[assignment] # it waits in C++
     run.publish(0, 1, lost=KILLED)
     run.is_ready(1, 1)
-    with pytest.raises(RuntimeError), member:
+    with pytest.raises(RuntimeError), member.connecting():
         run.publish(0, lost=KILLED)
         assert wait_until(lambda: member.newest.number == 2)
         time.sleep(0.1)
@@ -89,7 +89,7 @@ def test_members_that_cannot_connect_though_all_live_ask_for_another_try(
     assert (member.newest.members, member.newest.lost, member.newest.ends) == ((0, 1, 2), (), False)
     member.current, member._tries = member.newest, 4
     assert not member.ends_attempt(RuntimeError("gloo: connect timeout")), "the fifth try was the last"
-    assert run.hosted.asked() is None
+    assert run.hosted.request() is None
 
 
 # -- the first process --
