@@ -139,7 +139,7 @@ class LoaderPosition(Callback):
             if isinstance(parts, GlobalBatches) and parts.drawn_for != parts.epoch:
                 parts.draw()
         lengths = (sized_len(loader) for loader in combined.flattened)
-        limits = [math.inf if one is None else limited_batches(trainer, one) for one in lengths]
+        limits = [limited_batches(trainer, math.inf if one is None else one) for one in lengths]
         if limits != combined.limits:
             validates_at_end = trainer.val_check_batch == loop.max_batches
             combined.limits = limits
@@ -194,8 +194,10 @@ class _Resume:
         # Lightning may make all loaders twice before the training starts, as with reload_dataloaders_every_n_epochs.
         record = self.records[self._asked % len(self.records)] if self.records else {}
         self._asked += 1
-        # An epoch that begins draws its order from the same random state as without the stop.
-        _restore_generators(loader, record)
+        # An epoch that begins draws its order from the same random state as without the stop. Within an epoch the
+        # states come later: what the program makes until the training starts is the same on all ranks.
+        if not self.point.within_epoch:
+            _restore_generators(loader, record)
         accumulated = trainer.accumulate_grad_batches if len(self.records) == 1 else None
         self.batches, is_sure = go_on(loader, record, self.point, accumulated)
         if self.point.within_epoch and not is_sure and self._communicator.is_main:

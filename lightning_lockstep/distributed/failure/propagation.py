@@ -231,8 +231,7 @@ class FailurePropagation:
         # A second one would end this report before the other ranks have it; later Lightning ignores it too.
         with on_ctrl_c(signal.SIG_IGN):
             first = self._leave_notes(self.attempt.fail(error))
-        if first.kind == "interrupt":
-            self._ends_by_force = None
+        self._ends_by_force = None if first.kind == "interrupt" else self.attempt.record
         exit_plan.force_exit_at_shutdown(shell_exit_code(-signal.SIGINT))
         return error
 

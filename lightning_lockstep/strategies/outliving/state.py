@@ -252,8 +252,9 @@ class RunState:
         for callback in trainer.checkpoint_callbacks if memory.saves_again else ():
             number = trainer.fit_loop.epoch_loop.batch_idx
             callback.on_train_batch_end(trainer, self.strategy.lightning_module, None, None, number)
-        if memory.open_row is not None:
-            trainer._logger_connector.log_metrics(*memory.open_row)
+        for logger in trainer.loggers if memory.open_row is not None else ():
+            logger.log_metrics(*memory.open_row)
+            logger.save()
 
 
 def _decides(callback: Callback) -> bool:

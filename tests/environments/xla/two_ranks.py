@@ -150,7 +150,8 @@ def main(case: str, folder: Path) -> None:
             failing.fit(Module(), data(rank, 2))
         finally:
             strategy: Any = failing.strategy
-            state = getattr(strategy.supervisor.propagation, "state", "not met")
+            propagation = strategy.supervisor.propagation
+            state = "not met" if propagation is None else propagation.attempt.state
             (folder / f"rank{rank}.txt").write_text(state)
 
 

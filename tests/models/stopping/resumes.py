@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -82,6 +83,22 @@ class StatefulStream(Stream):
         self.begin_at = state["at"]
 
 
+class Wrapped:
+    """A loader of one's own around a DataLoader, whose attributes it shows."""
+
+    def __init__(self, loader: DataLoader[int]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["loader"], name)
+
+
 class OwnBatches(BatchSampler):
     """Batches of one's own, in an order that the random numbers of Python, numpy and torch decide."""
 
@@ -125,6 +142,7 @@ LOADERS: dict[str, tuple[Made, dict[str, Any]]] = {
     "in order": (plain, {}),
     "shuffled": (lambda: plain(shuffle=True), {}),
     "shuffled by a generator": (lambda: plain(shuffle=True, generator=generator()), {}),
+    "wrapped": (lambda: Wrapped(plain(shuffle=True, generator=generator())), {}),
     "workers": (lambda: plain(shuffle=True, num_workers=2), {}),
     "persistent workers": (lambda: plain(shuffle=True, num_workers=1, persistent_workers=True), {}),
     "own batch sampler": (
@@ -279,6 +297,11 @@ def around_epochs(folder: str, name: str) -> dict[str, Any]:
     whole = fit(name, saves, max_epochs=4).seen
     resumed = {path: fit(name, ckpt_path=path, max_epochs=4).seen for path in saves.after}
     return {path: seen for path, seen in resumed.items() if seen != whole[saves.after[path] :]}
+
+
+def batches_by_epoch(name: str, **options: Any) -> dict[int, int]:
+    quiet()
+    return dict(Counter(epoch for epoch, _ in fit(name, **options).seen))
 
 
 class Asks(Callback):

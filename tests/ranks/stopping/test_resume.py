@@ -6,6 +6,7 @@ programs; those by signals and breakpoints in ``test_fit.py`` and ``tests/ranks/
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from tests.harness import run_ranks
@@ -13,6 +14,7 @@ from tests.models.stopping.resumes import (
     FROM_ONE,
     TO_FEWER,
     around_epochs,
+    batches_by_epoch,
     check_numbers,
     ended_by_a_callback,
     resume_all,
@@ -22,6 +24,7 @@ from tests.models.stopping.resumes import (
 
 LOADERS = [
     "shuffled",
+    "wrapped",
     "workers",
     "own batch sampler",
     "combined, max_size_cycle",
@@ -42,6 +45,12 @@ def test_the_next_epoch_is_drawn_from_the_same_generator(tmp_path: Path) -> None
     name = "shuffled by a generator"
     for wrong in run_ranks(2, around_epochs, str(tmp_path), name, backend=None, timeout=120):
         assert wrong == {}
+
+
+def test_a_limit_of_a_stream_without_a_length_holds_in_each_epoch() -> None:
+    options = {"limit_train_batches": 2}
+    for found in run_ranks(2, functools.partial(batches_by_epoch, "stream", **options), backend=None):
+        assert found == {0: 2, 1: 2, 2: 2}
 
 
 def test_a_fit_that_a_callback_has_ended_goes_on(tmp_path: Path) -> None:
