@@ -6,8 +6,8 @@
 Beside `run.xml` may stand `run.xml.code` (pytest's exit code) and `run.xml.alone` (the report of the second run). A
 test has failed if it failed both times; one that passed only the second time is named and counted, and so is a test of
 a default folder that took longer than its budget. Each default folder also has a budget. How long tests take depends on
-the machine: only more than three times the budget of a folder is a failure, only in continuous integration. There a test
-also fails that was skipped for another reason than a missing GPU, TPU or kind of CPU.
+the machine: more than three times the budget of a folder is a failure, and only in continuous integration. There a
+test also fails that was skipped for another reason than a missing GPU, TPU or kind of CPU.
 """
 
 from __future__ import annotations
