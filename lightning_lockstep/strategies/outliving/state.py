@@ -252,9 +252,10 @@ class RunState:
         for callback in trainer.checkpoint_callbacks if memory.saves_again else ():
             number = trainer.fit_loop.epoch_loop.batch_idx
             callback.on_train_batch_end(trainer, self.strategy.lightning_module, None, None, number)
-        for logger in trainer.loggers if memory.open_row is not None else ():
-            logger.log_metrics(*memory.open_row)
-            logger.save()
+        if memory.open_row is not None:
+            for logger in trainer.loggers:
+                logger.log_metrics(*memory.open_row)
+                logger.save()
 
 
 def _decides(callback: Callback) -> bool:
