@@ -105,7 +105,7 @@ def set_gpu_state(state: Any) -> None:
 
 # -- The state of every random number generator that a training step may draw from --
 
-_ASKED = "source", "_loader", "sampler", "batch_sampler", "dataset"  # what a loader or a sampler asks
+_ASKED = "source", "_loader", "sampler", "batch_sampler"  # what a loader or a sampler asks
 
 
 def generators_of(*holders: Any) -> list[torch.Generator]:
@@ -113,10 +113,10 @@ def generators_of(*holders: Any) -> list[torch.Generator]:
     found, seen = list[torch.Generator](), list(holders)
     for holder in seen:  # the list grows during the loop
         # A loader of the program's own may show these by properties, such as those of a loader that it wraps.
-        shown = {name: getattr(holder, name, None) for name in ("generator", *_ASKED)}
+        shown = {name: getattr(holder, name, None) for name in ("generator", "dataset", *_ASKED)}
         for name, value in {**getattr(holder, "__dict__", {}), **shown}.items():
             into: list[Any] | None = found if isinstance(value, torch.Generator) else None
-            is_asked = name in _ASKED[:-1] and value is not None
+            is_asked = name in _ASKED and value is not None
             into = seen if isinstance(value, (Sampler, IterableDataset)) or is_asked else into
             if into is not None and not any(value is one for one in into):
                 into.append(value)
