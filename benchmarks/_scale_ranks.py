@@ -39,7 +39,8 @@ def main_rank(world_size: int, token: str) -> None:
     channel = ZeroMQSideChannel(0, world_size, host=HOST, keys=channel_keys(token))
     lines: list[float] = []
     channel.on("scale/line", lambda message: lines.append(time.monotonic()))
-    propagation = None
+    propagation = FailurePropagation(channel)
+    propagation.attempt.grace_period = _GRACE
     say(address=channel.address)
     for line in sys.stdin:
         (command,) = json.loads(line)
@@ -51,13 +52,10 @@ def main_rank(world_size: int, token: str) -> None:
             _wait(lambda: len(lines) >= world_size - 1)
             say(time=lines[-1])
         elif command == "propagate":
-            propagation = FailurePropagation(channel)
-            propagation.attempt.grace_period = _GRACE
             propagation.enter()
             say(listens=True)
         elif command == "failed":
-            assert propagation is not None
-            _wait(functools.partial(getattr, propagation.attempt, "failed"))
+            _wait(lambda: propagation.attempt.has_failure)
             say(rank=propagation.attempt.record.rank if propagation.attempt.record else None)
     os._exit(0)
 

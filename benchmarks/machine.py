@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import datetime
 import importlib.metadata
 import os
@@ -68,11 +69,28 @@ def commit() -> str:
 
 
 def has_changed(topic: str, since: str) -> bool | None:
-    """Whether what a page measures is other than at a commit; ``None`` if this checkout does not have that commit."""
-    code = _git(
-        "diff", "--quiet", since, "--", *(f"lightning_lockstep/{part}" for part in MEASURED[topic])
-    ).returncode
-    return bool(code) if code in (0, 1) else None
+    """Whether the code that a page measures is other than at a commit; ``None`` if this checkout lacks that commit."""
+    parts = (f"lightning_lockstep/{part}" for part in MEASURED[topic])
+    files = _git("diff", "--name-only", "--no-renames", since, "--", *parts)
+    if files.returncode:
+        return None
+    for path in map(Path(ROOT).joinpath, files.stdout.splitlines()):
+        before = _git("show", f"{since}:{path.relative_to(ROOT)}").stdout
+        if _without_words(before) != _without_words(path.read_text() if path.exists() else ""):
+            return True
+    return False
+
+
+def _without_words(text: str) -> str:
+    """Return code without comments and docstrings, which change no figure; what is not Python as it is."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return text
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            node.body = node.body[ast.get_docstring(node) is not None :]
+    return ast.dump(tree)
 
 
 def _git(*arguments: str) -> subprocess.CompletedProcess[str]:

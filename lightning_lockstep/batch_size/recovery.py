@@ -91,7 +91,7 @@ class _Call(NamedTuple):
     """One call of ``self.log``."""
 
     value: Any
-    of_metric: Any  # the value of a metric for this step, or part of a step, alone
+    of_metric: Any  # if a metric was logged: its value for this step, or part of a step, alone
     options: Mapping[str, Any]
 
 
@@ -188,7 +188,7 @@ class BatchSplitting:
 
     def report_split(self, text: str) -> None:
         self.recovered += 1
-        # From some point on every batch may be split, and a few lines are enough.
+        # The first three, then the 10th, 30th, 100th and so on: every batch may be split from some point on.
         if self.recovered <= 3 or str(self.recovered).strip("0") in ("1", "3"):
             say(f"AutoBatchSize: rank {self.rank} {text} ({self.recovered} so far)")
 
@@ -214,7 +214,8 @@ class _Step(Closure):
         # kwargs: of training_step, the batch first.
         loop = splitting.loop
         backward: Callable[[Tensor], None] | None = loop._make_backward_fn(optimizer)
-        # The gradients that were there when the backward of the whole batch began; empty if it has not.
+        # The gradients when the backward of the whole batch began; a list, because `_marked` may not refer to this
+        # object, and empty if it has not begun.
         self._marks: list[GradientMarks] = []
         marked = None if backward is None else partial(_marked, self._marks, splitting.trained, backward)
         self._zero_grad = loop._make_zero_grad_fn(batch_idx, optimizer)
@@ -231,7 +232,7 @@ class _Step(Closure):
             self._marks.clear()  # they refer to gradients
             return result
         except Exception as error:
-            # The error of another rank may also say that memory ran out, but it ran out on that rank.
+            # The error of another rank may quote that memory ran out, but it ran out there.
             if isinstance(error, (RankFailedError, CollectiveError)) or not is_out_of_memory(error):
                 raise
             failure = Failure.of(error).summary[:200]

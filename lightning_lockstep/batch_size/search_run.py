@@ -1,6 +1,6 @@
 """A whole search on all ranks: what it refuses, its trials by real steps, and the size found.
 
-Loaders are refused in ``loaders.py``.
+Which loaders cannot be searched is decided in ``loaders.py``.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TrialRunner:
         module: LightningModule,
         loaders: BatchLoaders,
         *,
-        steps: int,  # of a trial; only from the second on the optimizer's state takes memory from the beginning
+        steps: int,  # of a trial; the optimizer's state takes memory from the second step on
         memory_limit: str | int | float | None,
         accumulates: bool,  # whether the run may accumulate, although the Trainer does not say so yet
     ) -> None:
@@ -158,7 +158,7 @@ class TrialRunner:
             yield passes
 
     def _steps_of(self, size: int, passes: int) -> None:
-        self._loaders.hold(size)  # a step may read it
+        self._loaders.hold(size)  # a step may read the batch size
         for index in range(self._steps * passes):
             batch = self._trainer.precision_plugin.convert_input(self._loaders.batch(size))
             batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
@@ -208,7 +208,7 @@ def largest_to_try(
     loaders: BatchLoaders,
     max_val: int,
     global_batch: int | None,
-    as_configured: bool,  # the user has not given it
+    as_configured: bool,  # `global_batch` is that of the configuration, not an argument
 ) -> tuple[int, str]:
     """Return the largest size of a search, and why it tries none above it. Ranks: all, together; a reduction."""
     communicator = current_communicator()
@@ -227,8 +227,8 @@ def largest_to_try(
 
 def run_search(search: SizeSearch, trials: TrialRunner, margin: float) -> tuple[int, str]:
     """Search on all ranks together; return the size that is to be used, and why the search ended."""
-    # On CPU a size must need the same memory whatever was tried before. If a trial ran out of memory, the run itself
-    # keeps this setting.
+    # On CPUs freed memory goes back at once, so that a size needs the same memory whatever was tried before. The run
+    # keeps that setting if a trial ran out of memory.
     if trials.on_cpu:
         return_freed_memory()
     gc.freeze()  # so that a collection does not go through all objects from before the search

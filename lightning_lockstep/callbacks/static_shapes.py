@@ -1,4 +1,4 @@
-"""StaticShapes: batches of the same shapes, and the name of a batch that was compiled all the same."""
+"""StaticShapes: pads batches to the same shapes, and names each batch that was compiled nevertheless."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class LateBatch(NamedTuple):
 
     stage: str
     batch_idx: int  # of the loader, from 0
-    step: int  # optimizer steps made so far, with its own
+    step: int  # optimizer steps made so far, this batch's included
     graphs: int
     seconds: float
     shapes: Shapes  # of the tensors of the batch
@@ -296,7 +296,7 @@ class StaticShapes(EndsWithRun):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Say what this batch has compiled; refuse a step of evaluation that does not ask. Ranks: any, alone."""
+        """Say what this batch has compiled; in an evaluation refuse a step that does not ask. Ranks: any, alone."""
         stage = _stage_of(trainer)
         if stage != "training":
             self._refuse_if_not_asked(stage)

@@ -134,7 +134,7 @@ def with_named_options(
 def _settle(
     inner: dict[str, Any], key: str, given: object, other: str, faults: Faults, *, path: str = ""
 ) -> None:
-    """Set what is given elsewhere, by ``other``; add a line if the configuration says something else."""
+    """Set a value that ``other`` gives; add a line if the configuration gives another one."""
     if given is None:
         return
     if is_given(written := inner.get(key)) and written != given:
@@ -176,7 +176,7 @@ def completed(config: Mapping[str, Any], values: TrainerValues, world_size: int)
     """Return a configuration that has the Trainer's values and is parsed by DeepSpeed, without contradictions."""
     faults = Faults()
     full = _with_trainer(config, values, faults)
-    if faults.texts:  # with values that contradict the configuration DeepSpeed would refuse what is not there
+    if faults.texts:  # else DeepSpeed would also refuse them, by names that the user did not write
         full = without_auto(config)
     full.setdefault("gradient_clipping", 0.0)
     full.setdefault("zero_allow_untested_optimizer", True)
@@ -188,7 +188,7 @@ def completed(config: Mapping[str, Any], values: TrainerValues, world_size: int)
         read = parsed(full, world_size, faults)
     faults.raise_all()
     for name in _SIZES:
-        full[name] = getattr(read, name)
+        full[name] = getattr(read, name)  # without faults it was parsed
     return full
 
 
@@ -214,7 +214,7 @@ def _with_trainer(config: Mapping[str, Any], values: TrainerValues, faults: Faul
 
 
 def without_auto(value: Any, key: str = "") -> Any:
-    """Return a configuration in which what is open has DeepSpeed's default; parameters are filled in later."""
+    """Return a configuration without what is "auto", which gets DeepSpeed's default; parameters are filled in later."""
     if not isinstance(value, Mapping) or key == "params":
         return value
     return {name: without_auto(inner, name) for name, inner in value.items() if inner != AUTO}

@@ -182,8 +182,8 @@ class RunConfig:
         self._accumulation_set: int | None = None  # by a fit before, from the configuration
 
     def check_trainer(self, devices: Sequence[torch.device], device_type: str, world_size: int) -> None:
-        """Hold the configuration against the Trainer under construction, DeepSpeed's parser and the devices."""
-        # An accumulation of 1, the default, counts as not given: programs such as ours give the Trainer all defaults.
+        """Check the configuration against the Trainer under construction, DeepSpeed's parser and the devices."""
+        # An accumulation of 1, the default, counts as not given: lockstep-train gives the Trainer all defaults.
         accumulation = given_to_trainer("accumulate_grad_batches")
         self._accumulation_given = accumulation not in (None, 1)
         values = TrainerValues(

@@ -31,11 +31,11 @@ class StepOutcome:
 
 
 class EngineAdapter(StepGradients):
-    """An engine whose optimizer is none that is known here: one that does not train, for example."""
+    """An engine with an optimizer that no class below knows, such as one that does not train."""
 
     divided = True
     mark = ""  # the attribute by which an optimizer is known
-    groups_name = ""  # the one that has the trained parameters in their order, by groups
+    groups_name = ""  # the attribute with the trained parameters, by groups, in their order
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
@@ -53,7 +53,7 @@ class EngineAdapter(StepGradients):
         overflow = getattr(self.optimizer, "overflow", None)
         scaler = getattr(self.engine, "torch_autocast_z0_gradscaler", None)
         scaler = scaler or getattr(self.optimizer, "torch_autocast_gradscaler", None)
-        if scaler is not None:  # it keeps the outcome of a step to itself; ZeRO may have skipped it before
+        if scaler is not None:  # it does not tell whether it has skipped the step; ZeRO may have before it
             return StepOutcome(True if overflow else None, float(scaler.get_scale()))
         if overflow is None:
             return None
@@ -100,7 +100,7 @@ class EngineAdapter(StepGradients):
         self.engine.set_train_batch_size(batch_size * accumulate * self.engine.dp_world_size)
 
     def set_for_trial(self, passes: int, largest_bucket: int | None) -> None:
-        """Set what steps on this rank alone need, with as many batches in each."""
+        """Set what steps on this rank alone need, with ``passes`` batches in each."""
         self.engine.micro_steps = 0
         self.set_sizes(batch_size=self.engine.train_micro_batch_size_per_gpu(), accumulate=passes)
 
@@ -134,7 +134,7 @@ class EngineAdapter(StepGradients):
             engine.random_ltd_scheduler.load_state_dict(saved["random_ltd"])
 
     def set_flags(self, overflow: bool, scaler_state: Mapping[str, Any]) -> None:
-        """Take the last step for one that was skipped or not, and go on with a loss scale that adapts itself."""
+        """Note whether the last step was skipped, and go on with a loss scale that adapts itself."""
         self.optimizer.overflow = overflow
         scaler = getattr(self.optimizer, "loss_scaler", None)
         if getattr(scaler, "dynamic", False) and scaler_state.get("dynamic"):  # float16 in both runs

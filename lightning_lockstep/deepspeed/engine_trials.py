@@ -90,10 +90,10 @@ class PlainPrecision(Precision):
 
 
 # -- All that a step of DeepSpeed's engine changes, put back wherever the step has ended --
-# The engine keeps its state in many objects: flags and counters, buckets half full of gradients, parameters
-# that are gathered or not, a trace of the order of modules. None of it is meant to be put back. So every
-# object of DeepSpeed that can be reached from the engine is remembered with its attributes, every list and
-# dictionary with what is in it, and every tensor with the memory that it stood for.
+# The engine keeps its state in many objects: flags and counters, buckets half full of gradients, parameters that are
+# gathered or not, a trace of the order of modules. None of it is meant to be put back. So every object of DeepSpeed
+# that can be reached from the engine is remembered with its attributes, every list and dictionary with what is in it,
+# and every tensor with the memory that it stood for.
 
 # What these attributes lead to is not the state of a step: that of the module is kept elsewhere, and a bucket (up to
 # some GB, of which a small model touches a part) is written before it is read.
@@ -103,8 +103,8 @@ _LEFT_OUT = {"buffer", "module", "_modules"}
 class EngineState:
     """State of an engine, of its optimizer and of the parameters that they hold."""
 
-    # The structure is cheap to put back, and done after every step that may have failed; the values are
-    # stored outside the memory that is measured, and are put back once.
+    # The structure is cheap to put back, and put back after every step that may have failed; the values are stored
+    # outside the memory that is measured, and put back once.
 
     def __init__(self, engine: Any, module: nn.Module, others: Iterable[list[Any]] = ()) -> None:
         self._put_back: list[Callable[[], None]] = []
@@ -173,11 +173,10 @@ def _reattach(tensor: Tensor, data: Tensor, grad: Tensor | None, flag: bool) -> 
 
 
 # -- Steps that DeepSpeed's engine makes on one rank alone, to see whether a batch fits into memory --
-# The engine itself makes the step, with its buckets, its gathered parameters and its optimizer, so that it
-# needs what the step of the run needs. What it sends is answered on the spot
-# (:mod:`lightning_lockstep.distributed.local_collectives`), with tensors of the size of the real answer.
-# The parameters that it gathers are then not the model's, which memory does not notice; see
-# :class:`~lightning_lockstep.deepspeed.engine_trials.EngineState` for how everything becomes what it was.
+# The engine itself makes the step, with its buckets, its gathered parameters and its optimizer, so that it needs what
+# the step of the run needs. What it sends is answered on the spot (`distributed/local_collectives.py`), with tensors of
+# the size of the real answer. The parameters that it gathers are then not the model's, but take the same memory;
+# `EngineState` above puts everything back.
 
 _NOT_TRIED = ("flops_profiler", "autotuning", "hybrid_engine", "zenflow", "data_efficiency")
 
@@ -222,7 +221,7 @@ class EngineTrials:
 
     @contextmanager
     def alone(self, *, accumulates: bool) -> Iterator[int]:
-        """Let the engine make steps in the body whose collectives are answered on this rank."""
+        """Return a context in which the engine steps on this rank alone: its collectives are answered here."""
         # Yields the batches of an optimizer step: two if the run accumulates, because more need no more memory.
         from deepspeed import checkpointing
         from deepspeed.runtime.zero import utils

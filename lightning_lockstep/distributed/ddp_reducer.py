@@ -72,11 +72,11 @@ def compression_hook(
 
 
 # -- Finish a DDP step by hand on a rank whose backward ended early --
-# DDP reduces gradients in buckets while the backward runs. A rank that runs out of memory half way has sent
-# some buckets, and the other ranks wait for the rest. The reducer does not ask which backward a gradient
-# comes from: once the missing gradients have been computed in another way, a backward that touches just
-# those parameters makes it send the missing buckets in their usual order, and finish as if nothing had
-# happened. The other ranks cannot tell the difference, and no step pays for it beforehand.
+# DDP reduces gradients in buckets while the backward runs. A rank that runs out of memory half way has sent some
+# buckets, and the other ranks wait for the rest. The reducer does not ask which backward a gradient comes from: once
+# the missing gradients have been computed in another way, a backward that touches just those parameters makes it send
+# the missing buckets in their usual order, and finish as if nothing had happened. The other ranks cannot tell the
+# difference, and no step pays for it beforehand.
 
 
 def ddp_of(model: object) -> DistributedDataParallel | None:
@@ -137,7 +137,7 @@ def deliver_gradients(
     reduces = ddp is not None and ddp.require_backward_grad_sync
     parameters = list(gradients)
     if ddp is None or not reduces or ddp.find_unused_parameters:
-        # A parameter without a gradient stays so if nothing waits for it, and if DDP looks for unused ones.
+        # A parameter without a gradient is left out if nothing waits for it, or if DDP itself looks for unused ones.
         with_gradient = [p for p in parameters if gradients[p] is not None]
         parameters = with_gradient or (parameters[:1] if reduces else [])
     # A gradient that each of these is given reaches its parameter as in any backward.

@@ -31,15 +31,16 @@ if TYPE_CHECKING:
 
 
 # -- The command that starts one more rank of a Hydra program, with the configuration that rank 0 has --
-# Running the same command line again on every rank composes the configuration once per rank: `${now:...}`
-# gives each rank its own folder, quotes are lost on the way, and in a sweep a rank does not know which
-# of the jobs it belongs to. So the configuration is resolved once, on rank 0, and other ranks get it in an environment
-# variable, which mpirun also carries to other hosts: a file would have to lie in a folder that all hosts share, where
-# others may replace it, and a forced end would leave it behind. Every `@hydra.main` program accepts
-# `--experimental-rerun FILE`, which runs the program on a finished configuration and creates no folder. Hydra unpickles
-# that file, so it begins with a pickle of one call, which is the same for all jobs: the rest of the file is text.
+# Running the same command line again on every rank composes the configuration once per rank: `${now:...}` gives each
+# rank its own folder, quotes are lost on the way, and in a sweep a rank does not know which of the jobs it belongs to.
+# So the configuration is resolved once, on rank 0.
+#
+# Other ranks get it in an environment variable, which mpirun also carries to other hosts: a file would have to lie in a
+# folder that all hosts share, where others may replace it, and a forced end would leave it behind. Every `@hydra.main`
+# program accepts `--experimental-rerun FILE`, which runs the program on a finished configuration and creates no folder.
+# Hydra unpickles that file, so it begins with a pickle of one call, which is the same for all jobs: the rest is text.
 
-# Hydra warns at each use that the option is experimental; Python compares the start of the message.
+# Hydra warns at each use that the option is experimental; `-W` compares the start of the message.
 _QUIET = ("-W", "ignore:Experimental rerun CLI option:UserWarning")
 _LONGEST = 120_000  # Linux takes variables of up to 128 KiB
 
@@ -93,12 +94,12 @@ def current_hydra_config() -> DictConfig | None:
 
 # -- What runs this program again --
 
-# The command of the program that has sent this process a job, if a launcher of sweeps has.
+# The command of the program that has sent this process its job, if a launcher of sweeps (joblib, submitit) has.
 _sender: tuple[list[str], str | None] | None = None
 
 
 def set_sender(program: tuple[list[str], str | None] | None) -> None:
-    """Let further ranks of this process be started with the command of the program that has sent it its job."""
+    """Have further ranks started with the command of the program that has sent this process its job."""
     global _sender
     _sender = program
 

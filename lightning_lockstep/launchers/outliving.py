@@ -1,4 +1,4 @@
-"""A run that outlives its ranks: the first process of each host, which is none, and the loop of a rank over attempts.
+"""A run that outlives its ranks: the first process of each host, which is not a rank, and a rank's loop over attempts.
 
 ::
 
@@ -79,7 +79,7 @@ class _Layout:
     def variables(self, number: int) -> dict[str, str]:
         """Return what tells a process which one it is."""
         is_rank = number < self.hosts * self.ranks
-        # Else the last one: a device of this number exists, and Lightning takes the process for no rank 0.
+        # A spare has the last number: a device of that number exists, and Lightning does not take it for rank 0.
         local = number % self.ranks if is_rank else self.ranks - 1
         return {MEMBER: str(number), "LOCAL_RANK": str(local)}
 
@@ -101,7 +101,7 @@ class _HostProcesses(RankProcesses):
             channel.watch_peers(self._cut_off)
 
     def follow(self, run: _Run | None) -> int:
-        """Report who ends, and return with which code the run has; signals that ask this process to end go to them."""
+        """Report processes that end, pass on signals that ask this one to end, and return the exit code of the run."""
         with SignalForwarding(self.send, self.kill, asks=(*ASKS_TO_END, signal.SIGINT)) as signals:
             while self._code is None:
                 is_stopping = self.stopping or signals.asked is not None
@@ -173,7 +173,7 @@ class _Run:
             self._ends.put((number, 0, None))
 
     def look(self) -> int | None:
-        """Publish who is left if others have ended; return, and tell other hosts, with which code the run has."""
+        """Publish who is left if processes ended; once the run is over return the exit code and tell other hosts."""
         lost = self._take_ends()
         self._take_newcomers()
         request, has_met = self._hosted.request(), self._hosted.has_met()
@@ -241,7 +241,7 @@ class _Run:
             self._lost_before = len(self._lost)
         self._lost += lost
         left = [member for member in self._hosted.current.members if member in self._left]
-        # They begin with the script's first call of a Trainer; somebody has to have a state to give.
+        # Spares can join in the script's first call of a Trainer alone, and if a member is left to give them its state.
         if self._spares and not (left and self._hosted.hold_first_call()):
             self._spares = []
         named = [self._names[member] for member in left]

@@ -5,7 +5,7 @@ on a padding sample, because the other ranks may wait for it. What the step adds
 is taken away again, so that not even nan stays; in an evaluation also what the module keeps itself.
 
 Lightning's logger connector says when a batch begins and ends and when the values of an epoch are read, in training as
-in evaluation; here its four methods are extended:
+in evaluation. Here these four of its methods are extended, and of the loops how they run, log and predict:
 
     on_batch_start      keep what the batch may change, if it is padding
     on_batch_end        put it back
@@ -56,7 +56,8 @@ class Counting:
         self._kept: list[Any] = []  # of a padding batch
         self._numbers = Counter[int]()  # batches of each loader in this evaluation
         self._begins = True  # whether the next training batch is the first one of its epoch here
-        self._topic, self._gathers, self._combined = "", 0, set[str]()  # of the gathers of this epoch
+        self._topic, self._gathers = "", 0  # of this epoch's gathers: their name, and how many there were
+        self._combined = set[str]()  # keys of values that they have combined
         self._reduction: Callable[..., Any] | None = None
         self._warned = False  # of a gather of uneven parts
 
@@ -89,7 +90,7 @@ class Counting:
             number = trainer.fit_loop.epoch_loop.batch_idx
             if self._begins:
                 self._begins = False
-                self.whole_lists()
+                self.gather_lists_whole()
                 check_combined(trainer.fit_loop._combined_loader.flattened, trainer.world_size)
         else:
             number = self._numbers[index]
@@ -99,7 +100,7 @@ class Counting:
 
     def _keep_state(self) -> None:
         """Keep what the batch may change, if it is padding."""
-        # In training the module is restored after its step, and keeps what callbacks do for each optimizer step.
+        # In training `StepCopies` restores the module right after its step: what callbacks change after that is kept.
         trainer, self._kept = self.trainer, []
         is_padding = trainer.strategy.is_padding_batch() if trainer.training else self.is_padding
         if is_padding:
@@ -124,7 +125,7 @@ class Counting:
         dtypes = {key: one.value.dtype for key, one in results.items() if one.is_tensor}
         for one in results.values():
             if one.is_tensor:
-                one.reset()  # what was there before gets its values back
+                one.reset()  # below, what was there before gets its values back
         for attributes in self._kept:
             attributes.restore()
         for key, one in results.items():
@@ -202,7 +203,7 @@ class Counting:
     def _evaluate(self, loop: Any) -> Any:
         self._begin("evaluation")
         self._numbers.clear()
-        self.whole_lists()
+        self.gather_lists_whole()
         outputs = type(loop).run(loop)  # a bound method would keep a Trainer from being pickled
         if loop.max_batches and not self._gathers:  # this rank had no batch, and others may have some
             self._combine_all(loop, ended=True)
@@ -274,7 +275,8 @@ class Counting:
         inner = chain.from_iterable(one.modules() for one in held if isinstance(one, kinds))
         return list({id(one): one for one in inner if isinstance(one, kinds)}.values())
 
-    def whole_lists(self) -> None:
+    def gather_lists_whole(self) -> None:
+        """Have each metric gather its lists as wholes if their lengths differ between ranks."""
         own = (one for one in self.metrics() if isinstance(one, Metric) and one.process_group is None)
         for metric in own:
             if "_sync_dist" not in vars(metric):
@@ -329,7 +331,7 @@ def _is_of(one: Any, index: int | None) -> bool:
 
 
 class _Logged(NamedTuple):
-    """A value that a rank has logged for an epoch, or that it has logged a metric object."""
+    """A value that a rank has logged for an epoch, or the fact that it has logged a metric object."""
 
     value: float  # for a mean, the weighted sum
     weight: float

@@ -89,16 +89,18 @@ def seed_of_run() -> int:
 
 def drawn(sampler: Any, most: int) -> Order:
     """Return all that a sampler gives in an epoch."""
-    # `most`: more than that a sampler gives only if it is endless.
+    # `most`: a sampler that gives more than this is taken for endless.
     if type(sampler) is SequentialSampler:
         return numpy.arange(len(sampler))
     if type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement:
         return _permutations(len(sampler.data_source), len(sampler))
     items, chunks = iter(sampler), list[Any]()
-    declared = sized_len(sampler)  # a DataLoader is not asked for more than its length
+    declared = sized_len(sampler)  # Lightning, too, takes no more than that
     while chunk := list(islice(items, 65_536)):
         chunks.append(numpy.array(chunk) if set(map(type, chunk)) == {int} else chunk)
-        if declared is None and sum(map(len, chunks)) > most:
+        if sum(map(len, chunks)) > (most if declared is None else declared):
+            if declared is not None:
+                break
             raise ConfigurationError(
                 f"{type(sampler).__name__} has no length and gave more than {most:,} batches or samples for one epoch:"
                 " expected one that ends. Give it a length, or divide the data yourself and set"
@@ -192,7 +194,7 @@ class SeededBatches(Dataset[Any]):
             return self._collate(found if batched else found[0])
 
 
-# -- A rank's part of it --
+# -- A rank's part of an epoch's order --
 
 
 class _Start(NamedTuple):
@@ -213,8 +215,8 @@ class GlobalBatches(Sampler[Any]):
             self.source: Any = batches.sampler
             sizes = share.micro_batches or (batches.batch_size * ranks,)
             if batches.drop_last:
-                # A training epoch has whole optimizer steps, an evaluation the batches of one process, and so has a
-                # batch sampler that the program has made.
+                # A training epoch is cut to whole optimizer steps; an evaluation, or a batch sampler that the program
+                # has made, to the batches that one process would have.
                 by_steps = share.trains and loader.batch_size is not None
                 step = sum(share.micro_batches or sizes * share.accumulated)
                 self._multiple = step if by_steps else batches.batch_size
@@ -283,11 +285,11 @@ class GlobalBatches(Sampler[Any]):
         self.draw()
         return self._parts(self._order, self._bounds.tolist(), self._start.batches)
 
-    def _parts(self, order: Order, bounds: list[int], first: int) -> Iterator[Any]:
-        # Set only here, not in `__iter__`, because a DataLoader makes one iterator that it never uses. A shorter loader
-        # beside a longer one begins again within an epoch, and then from its start.
+    def _parts(self, order: Order, borders: list[int], first: int) -> Iterator[Any]:
+        # These two are set here, not in `__iter__`, because a DataLoader makes one iterator that it never uses. A
+        # shorter loader beside a longer one begins again within an epoch, and then from its start.
         self._is_new, self._resumes_at = False, _Start(-1)
-        for number, (start, stop) in enumerate(pairwise(bounds[first:]), first):
+        for number, (start, stop) in enumerate(pairwise(borders[first:]), first):
             own = order[start + self._rank : stop : self._ranks]
             part = _listed(own) or _listed(order[start : start + 1])
             part = part if self.kind == "samples" else part[0]

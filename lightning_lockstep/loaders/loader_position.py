@@ -35,7 +35,7 @@ class LoaderPosition(Callback):
     """Saves where the training loaders of every rank are, and what Lightning leaves out, and continues there."""
 
     def __init__(self, *, divides: bool = False) -> None:
-        # `divides`: if the strategy is none of this package, a single process gets the order of several ranks.
+        # `divides`: also with a strategy of Lightning's own, so that one process gets the order of several ranks.
         self._divides = divides
         self._trainer: Any = None
         self._resume: _Resume | None = None
@@ -48,7 +48,7 @@ class LoaderPosition(Callback):
             trainer.callbacks.append(cls())  # at the end: Lightning may be going through the list
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Be asked for each training loader, after what the strategy makes of it."""
+        """Have each training loader that the strategy makes pass through this callback."""
         self._trainer, self._resume, self._steps_plateaus = trainer, None, False
         process = trainer.strategy.process_dataloader
         if stage == TrainerFn.FITTING and getattr(process, "func", None) != self._process_dataloader:
@@ -76,7 +76,7 @@ class LoaderPosition(Callback):
         communicator, accumulated = current_communicator(), trainer.accumulate_grad_batches
         # After an exception the other ranks do not come here.
         alone = trainer.state.status == "interrupted"
-        # Also each micro-batch of an optimizer step that is not complete, because that step is repeated.
+        # From the first micro-batch of an optimizer step that is not complete, because that step is repeated.
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         first = min(progress.processed, progress.ready) // accumulated * accumulated
         mine: dict[str, Any] = {
@@ -107,7 +107,7 @@ class LoaderPosition(Callback):
         for loader in _loaders(trainer):
             # It was made before the checkpoint was read, to count the steps of the fit, and has begun.
             self._resume.go_on_with(loader, trainer)
-            self._resume.begins_again = True
+            self._resume.has_begun = True
 
     # -- in a run that is resumed --
 
@@ -119,16 +119,16 @@ class LoaderPosition(Callback):
         trainer.callback_metrics.update(resume.metrics)
         set_gpu_state(resume.device)
         loaders, combined = _loaders(trainer), trainer.fit_loop._combined_loader
-        if resume.begins_again:
+        if resume.has_begun:
             iter(trainer.fit_loop._data_fetcher)  # begins the epoch again
         if resume.point.within_epoch and combined._mode == "max_size_cycle":
-            for number, loader in enumerate(loaders):  # Lightning has not seen those that have ended.
+            for number, loader in enumerate(loaders):  # Lightning does not know which have ended.
                 combined._iterator._consumed[number] |= (sized_len(loader) or math.inf) < resume.batches
         if resume.point.begun:
             for loader, record in zip(loaders, resume.records, strict=False):
                 _restore_generators(loader, record)
-        # Its scheduler looks at a metric: one that the checkpoint has, or that the batches left log.
-        self._steps_plateaus = bool(resume.metrics) or not resume.point.no_batches_left
+        # The scheduler needs its metric: the checkpoint has it, or the batches that are left log it.
+        self._steps_plateaus = bool(resume.metrics) or not resume.point.at_epoch_end
         begin_again(trainer, resume.point, resume.batches)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -178,9 +178,9 @@ class _Resume:
         self._communicator = communicator = current_communicator()
         ranks = saved.get("ranks", [])
         self.point = point
-        self.batches = point.seen  # that are done, on this number of ranks
+        self.batches = point.seen  # how many are done, counted for this number of ranks
         self._asked = 0  # how many loaders have asked how to go on
-        self.begins_again = False  # whether the loaders have begun already
+        self.has_begun = False  # whether the loaders began before the checkpoint was read
         # After an error one rank alone has saved.
         same_ranks = saved.get("world_size") == communicator.world_size == len(ranks)
         of_rank = ranks[communicator.rank] if same_ranks else ranks[0] if ranks else {}

@@ -49,7 +49,7 @@ def with_position(loader: Any, trainer: Any) -> Any:
             loader = loader_with(loader, batch_sampler=SkipsSeen(batches, trainer))
         else:
             loader = SkipsSeen(loader, trainer)
-    # With these two Lightning lets the loader continue a resumed epoch by itself, and does not warn.
+    # Lightning takes a loader with these two for one that resumes by itself, and does not warn; `dict()` is no state.
     vars(loader).update(state_dict=dict, load_state_dict=do_nothing)
     return loader
 
@@ -76,7 +76,7 @@ def record_of(loader: Any, numbers: range) -> Record:
 
 
 def of_all_ranks(record: Record) -> Record:
-    """Return what a record holds of an order that the ranks share, however many there are."""
+    """Return what a record holds of an order that the ranks share, so that any number of ranks can use it."""
     shared = "units", "order", "drawn_from", "draws_from"
     return {key: record[key] for key in shared if key in record} if record["units"] else {}
 
@@ -102,7 +102,7 @@ def go_on(loader: Any, record: Record, point: ResumePoint, accumulated: int | No
 class SkipsSeen(LoaderAround):
     """Gives the batches of a loader, or of a batch sampler; in a resumed epoch it leaves out those that were seen."""
 
-    drawn_from: list[Any] | None  # the random states when it began last
+    drawn_from: list[Any] | None  # all random states, not the sampler's alone, when it began last
     # When it begins next: how many batches it leaves out, and the random states from which they were drawn.
     resumes_at: tuple[int, list[Any] | None]
 

@@ -36,17 +36,17 @@ class ResumePoint:
     epoch: int  # the number of the epoch that goes on, or begins
     begun: bool = False  # otherwise it begins
     batches: int = 0  # how many batches of it are done
-    no_batches_left: bool = False  # what is left is the end of the epoch
+    at_epoch_end: bool = False  # all batches are done, and the end of the epoch is left
     batch_open: bool = False  # Lightning had not counted the last batch as completed
     after_batch_left: bool = False  # a validation, or what follows one, may be left of the last batch
-    validation_left: bool = False  # that after the last batch, if it is due
+    validation_left: bool = False  # the validation after the last batch, if it is due, is left
     plateaus_left: bool = False  # the epoch before has ended, but for its ``ReduceLROnPlateau``
     end_again: bool = False  # the end of the epoch was broken off
 
     @property
     def within_epoch(self) -> bool:
         """Whether the loaders go on within the epoch."""
-        return self.begun and not self.no_batches_left
+        return self.begun and not self.at_epoch_end
 
     @property
     def seen(self) -> int:
@@ -68,13 +68,15 @@ def point_of(
     done, ready = batch["processed"], batch["ready"]
     if broken_off == "step" and 0 < batch["completed"] == ready:
         ready += 1  # what was broken off is the step of the next batch, or, after the last one, the end of the epoch
-    no_batches_left = batches["is_last_batch"] and done == ready
+    at_epoch_end = batches["is_last_batch"] and done == ready
     ended = epoch["completed"] if broken_off == "epoch" else epoch["processed"]
     epoch_ended = ended == epoch["started"]
-    if epoch["ready"] > epoch["started"] or (epoch_ended and (no_batches_left or not done)):
-        is_open = epoch["completed"] < ended and epoch["ready"] == epoch["started"]
-        return ResumePoint(ended, plateaus_left=epoch_ended and is_open)
-    if not no_batches_left:
+    if epoch["ready"] > epoch["started"] or (epoch_ended and (at_epoch_end or not done)):
+        # At the start of an epoch, or at the end of one: Lightning may not have counted that as completed yet.
+        was_ending = epoch["completed"] < ended and epoch["ready"] == epoch["started"]
+        return ResumePoint(ended, plateaus_left=epoch_ended and was_ending)
+    # Within a batch or at its end, in a validation or at its end, or after a fit that was cut short.
+    if not at_epoch_end:
         done -= done % accumulated  # the gradients of these batches are not saved
     after_batch_left = 0 < done == ready and not epoch_ended
     batch_open = after_batch_left and batch["completed"] < done
@@ -83,10 +85,10 @@ def point_of(
     validated = validated and validation["is_last_batch"] and broken_off != "validation"
     return ResumePoint(
         # A limit or a request has ended an epoch that has batches left; Lightning counts it as a whole one.
-        epoch=ended - epoch_ended,
+        epoch=ended - 1 if epoch_ended else ended,
         begun=True,
         batches=done,
-        no_batches_left=no_batches_left,
+        at_epoch_end=at_epoch_end,
         batch_open=batch_open,
         after_batch_left=after_batch_left,
         validation_left=after_batch_left and (batch_open or not validated),
@@ -102,7 +104,7 @@ def settle_counters(loops: dict[str, Any], point: ResumePoint) -> None:
     repeated = batches["current"]["processed"] - point.batches if point.begun else 0
     _set_all(batches["total"]["processed"] - repeated, batches["total"])
     _set_all(point.batches, batches["current"])
-    batches["is_last_batch"] = point.no_batches_left
+    batches["is_last_batch"] = point.at_epoch_end
     _set_all(0, validation["total"], validation["current"])
     validation["is_last_batch"] = False
     if point.begun:
@@ -119,10 +121,10 @@ def _set_all(value: int, *counters: dict[str, int]) -> None:
 
 def begin_again(trainer: Any, point: ResumePoint, seen: int) -> None:
     """Do what is left of a batch or an epoch before the fit loop goes on."""
-    # `seen`: `point.seen`, unless the number of ranks has changed.
+    # `seen`: how many batches are done, counted for this number of ranks (`point.seen` is of the saved one).
     # Lightning knows two places in an epoch from which a fit goes on, and a checkpoint can be made in any.
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
-    done = trainer.num_training_batches if point.no_batches_left else seen
+    done = trainer.num_training_batches if point.at_epoch_end else seen
     if point.begun and done != math.inf:
         _set_all(done, vars(loop.batch_progress.current))
     if not point.batches:
@@ -131,7 +133,7 @@ def begin_again(trainer: Any, point: ResumePoint, seen: int) -> None:
         # With `max_steps` Lightning takes the epoch that begins for one to be continued.
         loop.restarting = False
         return
-    if point.no_batches_left:
+    if point.at_epoch_end:
         fetcher.done, fetcher.batches = True, []
     validates = loop._should_check_val_fx(fetcher)
     if point.end_again and validates:

@@ -108,7 +108,7 @@ class StreamParts(IterableDataset[Any]):
         self.dataset = loader.dataset
         self.global_batch = (loader.batch_size or 1) * ranks  # [samples]
         self._rank, self._ranks = rank, ranks
-        # What does not fill a global batch is dropped, in an evaluation what fills no batch of one process.
+        # With drop_last, what does not fill a global batch is dropped; in an evaluation, a batch of one process.
         size = self.global_batch if trains else loader.batch_size or 1
         self.multiple = size if loader.drop_last else 1
         self._collate, self._makes_batches = loader.collate_fn, loader.batch_size is not None
@@ -182,7 +182,7 @@ class _WholeStream:
 
 def _as_only_worker(dataset: Any, seed: int) -> AbstractContextManager[None]:
     """Let ``get_worker_info`` report a single worker, if this process is a worker: data sets divide samples by it."""
-    # Only a private name sets what it returns.
+    # What `get_worker_info` returns can only be set by a private name.
     holder: Any = torch.utils.data._utils.worker
     info = holder._worker_info
     single_worker = info and type(info)(id=0, num_workers=1, seed=seed, dataset=dataset)

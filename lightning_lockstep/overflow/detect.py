@@ -52,11 +52,11 @@ class Detection:
         if hasattr(strategy, "engine_gradients"):
             self.gradients = strategy.engine_gradients()
         self._seeded = strategy if hasattr(strategy, "device_seed") else None
-        # A step that was taken cannot be skipped.
+        # With action='skip' each step is checked, because one that was taken cannot be skipped.
         rarely = not capabilities_of(strategy).runs_at_once and settings.action != "skip"
         self._every = settings.check_every_n_steps or (_LATER if rarely else 1)
         # Whether a loss or activation that is bad on this rank is to reach the gradients of all ranks. Not with
-        # ``warn``, which must not change the run, not in one process, and not if they are divided, where all ranks ask.
+        # ``warn``, which must not change the run, not in one process, and not if they are divided: then all ranks ask.
         several = self._communicator.world_size > 1
         self._spreads = settings.action != "warn" and several and not self.gradients.divided
         self._buffers = BufferCopies(module)
@@ -125,7 +125,7 @@ class Detection:
     # -- what is looked at --
 
     def before_optimizer_step(self, optimizer: Optimizer) -> tuple[bool, StepRecord | None]:
-        """Check in every n-th step; return whether it has, and the step in which a value was bad."""
+        """Check in every n-th step; return whether this one was checked, and the step in which a value was bad."""
         record = self.record
         if record is None or self._tracing is not None:
             return False, None
@@ -275,7 +275,7 @@ class _ActivationWatch:
         ends: Sequence[Tensor]
         try:
             if tensor.device != self._device or hasattr(tensor, "to_local"):
-                raise NotImplementedError
+                raise NotImplementedError  # the slower way below
             values = tensor.detach()
             if self._on_xla:
                 # Its minimum and maximum ignore a nan, and aminmax is read to the host.

@@ -147,7 +147,7 @@ class BadStepDiagnosis:
 
     def _add_findings(self, report: RankReport, recorder: FrameRecorder, record: StepRecord) -> None:
         if recorder.found_bad_values or not isinstance(recorder.error, UnansweredCollectiveError):
-            if recorder.error is not None:  # it may have failed before the loss was there
+            if recorder.error is not None:  # before the loss was there, which `found_bad_values` looks at
                 recorder.loss = record.loss
             report.clean = not recorder.found_bad_values
         report.frames = list(recorder.frames)

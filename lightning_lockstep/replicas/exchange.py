@@ -49,7 +49,8 @@ _log = logging.getLogger(__name__)
 _KEPT = 8
 # This many groups of ranks that agree are asked, one rank of each.
 _ASKED = 16
-# The answer if a rank came so late that another had forgotten the check: the next check finds the difference again.
+# The answer if a rank came so late that another had forgotten the check. It has no names, so nothing is reported, and
+# the next check finds the difference again.
 _FORGOTTEN = Finding(set(), "")
 
 
@@ -77,7 +78,7 @@ class Check:
     ) -> None:
         self.count, self.settings, self.evidence, self.row = count, settings, evidence, row
         self._sums = {section: Checksums(named) for section, named in contents.sections().items()}
-        self._held = dict(contents.held)  # by name the ranks that hold the same, of what is divided
+        self._held = dict(contents.held)  # by name of what is divided: the ranks that hold the same
         self._gradients = gradients
         self.numbers: dict[str, dict[str, int]] = {}  # by section; this and the next two are set by `read`
         self.gradients: dict[str, int] = {}
@@ -319,4 +320,4 @@ class Comparison:
         if wrong:
             if not self._questions:
                 self._agreement.request("replicas differ", kind="replica")
-            self._questions[1:] = [wrong]  # those of the first check stay, and those of the last
+            self._questions[1:] = [wrong]  # those of the first check that differed stay

@@ -1,4 +1,4 @@
-"""A training step isolated from the run: on one rank alone, by Lightning's own loops, with nothing sent or logged.
+"""A training step isolated from the run, by Lightning's own loops: nothing is logged, and one rank alone sends nothing.
 
 Four features need it. A trial of a batch size makes whole steps (:func:`run_step`); a replay and an audit run a
 recorded step forward and backward (:func:`from_a_state`, :func:`run_forward_backward`); a step split into micro-batches

@@ -102,7 +102,7 @@ class SampleNumbers(TorchFunctionMode):
         super().__init__()
         self._seed, self.of_sample = seed, numbers
         self._watched = (DRAWING if numbers else set()) | ({F.batch_norm} if norm else set())
-        self._step: _Step  # the last one, whose backward comes later
+        self._step: _Step  # the last one, whose backward comes later; set as a step begins
         self._is_on = False
 
     @contextmanager
@@ -416,7 +416,7 @@ class _Call:
 
     def filling(self, kind: str, out: Tensor, given: Sequence[Any]) -> Any:
         """Return what an operator fills a tensor with; ``None`` if it has no numbers by sample."""
-        first, second = (*given, *(0.0, 1.0)[len(given) :])[:2]  # low and high, or mean and deviation
+        first, second = (*given, *(0.0, 1.0)[len(given) :])[:2]  # by default 0 and 1
         if kind in ("uniform", "rand"):
             return self.uniform(out, out.dtype).mul_(second - first).add_(first)
         if kind in ("normal", "randn"):

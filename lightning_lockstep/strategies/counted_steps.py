@@ -179,7 +179,7 @@ class CountedSteps(ParallelStrategy):
         if isinstance(optimizer, torch.optim.LBFGS) and communicator.world_size > 1:
             closure = partial(_mean_loss, closure, self.weights, communicator)
         with ExitStack() as stack:
-            # Without gradients torch's clipping by value raises.
+            # If no rank contributes, nothing is clipped: without gradients torch's clipping by value raises.
             clips_nothing = partial(replaced, module, configure_gradient_clipping=do_nothing)
             stack.enter_context(replaced(self.weights, left_out=lambda: stack.enter_context(clips_nothing())))
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
@@ -297,7 +297,7 @@ class CountedSteps(ParallelStrategy):
         return "the ranks wait for each other in each batch norm with batch_norm='of_batch'"
 
     def place_of(self, batch: Any) -> StepPlace | None:
-        """Return what the random numbers and norms of a step with this batch follow; ``None`` if the rank's own."""
+        """Return the place by which a step with this batch draws numbers; ``None``: it draws those of this rank."""
         if self.sample_numbers is None or self.lightning_module is None:
             return None
         trainer: Any = self.lightning_module.trainer

@@ -1,4 +1,4 @@
-"""The settings of strategies, and the table of which rank runs where."""
+"""The settings of strategies, the options that they hand on, and the table of which rank runs where."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def settings_and_options(
     strategy, options = type(given["self"]), given["options"]
     names = {field.name for field in fields(settings)}
     of_ddp = inspect.signature(DDPStrategy).parameters | inspect.signature(DistributedDataParallel).parameters
-    # The installed releases of Lightning and torch may lack some.
+    # Those that the installed releases of Lightning and torch do not have are unknown.
     known = accepted.__optional_keys__ - (OptionsOfDDP.__optional_keys__ - of_ddp.keys())
     own = {
         name

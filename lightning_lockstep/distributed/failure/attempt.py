@@ -1,4 +1,4 @@
-r"""An attempt of all ranks, and the failure that ends it: all ranks agree on which of them failed first.
+"""An attempt of all ranks, and the failure that ends it: all ranks agree on which of them failed first.
 
 An attempt is one fit, or another call of a Trainer, by all ranks that are members of one process group, over one side
 channel. Each rank counts the attempts that it has entered; that number names an attempt.
@@ -196,8 +196,8 @@ class Attempt:
             record = replace(record, where=own_place())
         with self.channel.news:
             if number in self._failures:
-                return False  # what a rank has raised explains more than a diagnosis
-            if number == _EVERY_ATTEMPT:  # or than that its process has ended
+                return False  # the first one stays: what a rank has raised explains more than a diagnosis
+            if number == _EVERY_ATTEMPT:  # what the process raised before it ended explains more than its end
                 record = next((one for one in self._failures.values() if one.rank == record.rank), record)
             if self.channel.rank != 0:
                 self.decided_alone = True

@@ -13,8 +13,8 @@ which a spare process may take a place. The first process, which is no rank, hos
 ``lost/<n>``            what the members of generation n, which have gone on, say of the losses before it
 ======================= ===========================================================================================
 
-A thread of each rank waits for the next generation, and ends what this rank waits for: its connections with the others,
-and those with the store that are of the generation that is over.
+A thread of each rank waits for the next generation. It then ends what this rank waits in, by closing its connections
+with other members, and those with the store that belong to the generation that is over.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Membership:
 
     def connecting(self) -> Membership:
         """Return a context in which members connect; if another one is lost meanwhile, its body raises, anywhere."""
-        # No generator: no error is ever raised in the code of this module, so none comes once the body has been left.
+        # Not a generator: the interrupt raises in any code but that of this module, so not while the context is left.
         return self
 
     def __enter__(self) -> None:
@@ -232,7 +232,7 @@ class Membership:
         self._wait_for_news(_FOREVER.total_seconds())
 
     def ends_attempt(self, error: BaseException) -> bool:
-        """Return whether an error is there because a member is lost. Ranks: any, alone."""
+        """Wait for news if an error may come from a lost member; return whether it does. Ranks: any, alone."""
         propagation, was_connected = self.propagation(), self._is_connected
         record = None if propagation is None else propagation.attempt.record
         # Not Ctrl-C, nor the program's own wish to end, nor an exception of a rank, which would come again.
@@ -263,8 +263,9 @@ class Membership:
                 if newest.ends or (all_done and (self._calls or _claim_first_call(self._store, b"over"))):
                     self._calls += 1
                     return
-                # All go to the end of the call once more if others join, for whom the first call is kept open; if rank
-                # 0 is lost before it was done, because it alone saves then; or if a member has broken off the call.
+                # All go to the end of the call once more in three cases: all are done, but others join, for whom the
+                # first call is kept open; rank 0 is lost before it was done, and it alone saves then; a member has
+                # broken off the call.
                 others_join = all_done
                 main_is_lost = main not in left and not (others_join or self._store.check([f"{done}/{main}"]))
                 rejoins = [f"ready/{n}/{one}" for n in range(number + 1, newest.number + 1) for one in left]

@@ -1,18 +1,18 @@
 """How a process ends: what runs and is written out before, what is printed last, and what is not waited for.
 
-Nothing else in a run calls ``os._exit`` (processes of the doctor do) or replaces ``sys.excepthook``. What is settled of
-the end of this process is in one object, :data:`exit_plan`; of an error, in the :class:`ExitReport` that it carries. An
-end that Python does not make itself is made by :func:`end_now`:
+Nothing else in a run calls ``os._exit`` (processes of the doctor do) or replaces ``sys.excepthook``. How this
+process is to end is kept in one object, :data:`exit_plan`; what is printed of an error, in the :class:`ExitReport` that
+the error carries. An end that Python does not make itself is made by :func:`end_now`:
 
 =========================================== ===================================================================
 who                                         what it does
 =========================================== ===================================================================
 Python, in an orderly end                   functions of :mod:`atexit` run
-:meth:`ExitPlan.force_exit_at_shutdown`     as above once Python exits, but nothing that waits for a dead peer; if
-                                            the program has caught the failure, with its own exit code. Another
-                                            Ctrl-C meanwhile ends it at once
+:meth:`ExitPlan.force_exit_at_shutdown`     when Python exits: functions of :mod:`atexit` run, but nothing that waits
+                                            for a dead peer. If the program has caught the failure, it exits with
+                                            its own code. Another Ctrl-C meanwhile ends it at once
 :func:`end_now`, from any thread            by force: only what :func:`on_flush` holds is written
-an exception that nobody catches            its text is printed, and its time begins, after which comes the above
+an exception that nobody catches            its text is printed; if the process does not end in time, as above
 =========================================== ===================================================================
 """
 

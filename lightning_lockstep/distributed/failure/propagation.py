@@ -1,4 +1,4 @@
-r"""What a rank does once a rank has failed: what ends its waits, which error it raises, and how its process ends.
+"""What a rank does once a rank has failed: what ends its waits, which error it raises, and how its process ends.
 
 The ranks agree on the first failure (:mod:`~.attempt`). From then on each of them has this time:
 
@@ -11,13 +11,12 @@ The ranks agree on the first failure (:mod:`~.attempt`). From then on each of th
 A diagnosis of the guard interrupts at once. Nobody enters a barrier or destroys a process group on the way out: both
 can wait for a dead peer.
 
-=========================================== =====================================================================
+=========================================== =========================================================================
 what has ended the work of this rank        what it raises
-=========================================== =====================================================================
-====
-the exit code on which all ranks agreed     the same: no failure
-Ctrl-C                                      the same, without waiting for others
-a collective that broke                     the error of the failure that broke it, for which it waits
+=========================================== =========================================================================
+the exit code on which all ranks agreed     that exit: it is no failure
+Ctrl-C                                      ``KeyboardInterrupt``, without waiting for others
+a collective that broke                     the error of the failure that broke it, once that is known
 anything else after the guard's diagnosis   the guard's error
 the first failure                           its own error, which rank 0 prints
 an error of the same type as the first one  its own error
@@ -67,7 +66,7 @@ from lightning_lockstep.errors import CollectiveError, LockstepError, RankFailed
 
 # Ranks that raise the same error may do so this much later than the first [s]; then their waits are ended.
 _MAY_RAISE_THE_SAME = 1.0
-# How much longer than the grace period, after which it kills the ranks it has started, a rank may take to exit [s].
+# At the end of the grace period a rank kills the ranks that it has started; it may take this much longer to exit [s].
 _CHILDREN_END = 6.0
 # How often a rank looks whether those of its host have ended [s].
 _LOOK_EVERY = 0.02
@@ -115,7 +114,7 @@ class FailurePropagation:
             raise self._error_because_of(record)
 
     def ends_wait(self) -> bool:
-        """Raise what ends a wait for others, or return whether this rank has raised that and must wait for nobody."""
+        """Raise if a failure ends this wait for other ranks; return whether this rank has raised it already."""
         attempt = self.attempt
         if attempt.state in ("running", "over") and self.channel.has_closed(0):
             attempt.decide_left(0)
@@ -189,7 +188,7 @@ class FailurePropagation:
         """Return the error that this rank is to raise in place of one that ended its work."""
         expected = exit_plan.expected_exit_code
         if isinstance(error, SystemExit) and expected and error.code == expected:
-            return error
+            return error  # the exit code on which all ranks agreed
         if isinstance(error, KeyboardInterrupt):
             return self._interrupted(error)
         attempt = self.attempt
@@ -259,7 +258,7 @@ class FailurePropagation:
             return error  # by sys.exit(0): it is a failure for those that do not leave
         # An error of this package is one of all ranks: each keeps its own, and all end in good order.
         is_first, is_ours = first.rank == self.channel.rank, isinstance(error, LockstepError)
-        # Only Python's excepthook ends a rank in time, which is not called in one that multiprocessing has started.
+        # A rank that multiprocessing has started has no excepthook to end it in time: the grace period does.
         if is_first or is_ours or exit_plan.note is None:
             self._ends_by_force = None
         first = self._leave_notes(first)

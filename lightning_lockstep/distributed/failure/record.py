@@ -4,7 +4,7 @@ A launcher of ours that is no rank itself gives its ranks a folder, and each ran
 
 ================= =================== =============================================================================
 ``<rank>.failed`` by multiprocessing  a rank failed; the record of the first one, the same from every rank
-``<pid>.ended``   by mpirun           this rank ended in good order; mpirun may call the loss of a host a success too
+``<pid>.ended``   by mpirun           this rank ended in good order; mpirun alone may also call the loss of a host that
 ================= =================== =============================================================================
 
 ``torchrun`` has its own file for a failure, which is written too. Rank 0 leaves ``failure.json`` in the folder of the
@@ -84,7 +84,7 @@ class FailureRecord(FailedRank):
 
     @property
     def is_of_all(self) -> bool:
-        """Whether all ranks have raised this together, of which one rank reports it."""
+        """Whether all ranks have raised this together, so that one of them reports it for all."""
         return self.world_size > 1 and self.summary.startswith(_RAISED_BY_ALL)
 
     def headline(self) -> str:

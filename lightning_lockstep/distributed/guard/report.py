@@ -76,6 +76,8 @@ def diagnose(
 
 
 class _Case:
+    """A request of a rank, with the states of all ranks that were found for it."""
+
     def __init__(
         self,
         request: DiagnosisRequest,

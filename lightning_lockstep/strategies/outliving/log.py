@@ -108,7 +108,7 @@ class Losses:
     def __init__(self, strategy: Any, membership: Membership) -> None:
         self._strategy, self._membership = strategy, membership
         self._untold: dict[str, Any] | None = None
-        self._is_step = False  # whether that was at a step, not in a call that begins again
+        self._is_step = False  # whether the loss was at a step, so that the call does not begin again
 
     def forget_earlier_run(self) -> None:
         folder = self._strategy.supervisor.folder()

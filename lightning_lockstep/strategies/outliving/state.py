@@ -44,17 +44,17 @@ class Memory:
     at: str  # the same in words
     should_stop: bool
     rows: dict[Row, dict[str, Any]]  # that loggers were given last
-    open_row: tuple[dict[str, Any], int] | None  # that they were to be given next, and its step
-    saves_again: bool  # after the batch
+    open_row: tuple[dict[str, Any], int] | None  # the row to be given to them next, and its step
+    saves_again: bool  # whether callbacks that save after a batch are called again
     saved: list[Any]  # paths of checkpoints, which are saved again
     callbacks: list[dict[str, Any]]  # attributes of those that save or stop
 
 
 @dataclass
 class _Hooks:
-    """Hooks that run now, and that a loss has run again."""
+    """Hooks that are running now; after a loss they run again."""
 
-    where: Literal["", "batch", "validation", "epoch"] = ""  # after a batch, at the end of an epoch
+    where: Literal["", "batch", "validation", "epoch"] = ""  # after a batch, ..., at the end of an epoch
     put_back: list[Callable[[], object]] = field(default_factory=list)  # what they change
     saved: list[Any] = field(default_factory=list)  # paths of checkpoints
 
@@ -71,7 +71,7 @@ class RunState:
         self._in_run = False  # whether weights, optimizers and counters are those of the run
         self._followed: Any = None  # a Trainer that tells of its batches, hooks and logs
         self._at_begin = RandomState.capture()  # of the call
-        self._before_step = -1, self._at_begin  # number, and random states
+        self._before_step = -1, self._at_begin  # its number, and the random states before it
         self._buffers: BufferCopies | None = None  # before the step
         self._hooks = _Hooks()
         self._values: list[ModuleAttributes] = []  # logged in this epoch
@@ -133,7 +133,7 @@ class RunState:
         reached()
 
     def _begin_hooks(self, where: Literal["batch", "validation", "epoch"]) -> None:
-        """Keep what those callbacks have that save or stop, and for a validation metrics, before hooks change it."""
+        """Keep attributes of callbacks that save or stop, and for a validation metrics, before hooks change them."""
         self._mark_in_run()
         put_back: list[Callable[[], object]] = []
         for callback in filter(_decides, self.trainer.callbacks):
@@ -168,7 +168,7 @@ class RunState:
             self.memory = self._dump()
         self._in_run = False
         self._hooks = _Hooks()
-        own = (0,) if self.memory is None else self.memory.progress
+        own = (0,) if self.memory is None else self.memory.progress  # which begins with 1
         progress, fits = zip(*current_communicator().gather((own, StepWeights.fits)), strict=True)
         StepWeights.fits = max(fits)
         if len(set(progress)) > 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import numpy
@@ -131,6 +131,18 @@ def test_a_sampler_without_an_end_is_refused() -> None:
 
     with pytest.raises(ConfigurationError, match=r"Endless has no length and gave more than 3,400,000"):
         divided(DataLoader(TensorDataset(torch.zeros(24_000)), 4, sampler=Endless()), Share(0, 2, True))
+
+
+def test_of_a_sampler_without_an_end_as_much_is_taken_as_its_length_says() -> None:
+    class Counting(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return count()
+
+        def __len__(self) -> int:
+            return 10
+
+    parts = parts_of(divided(DataLoader(DATA, 4, sampler=Counting()), Share(1, 2, True)))
+    assert list(parts) == [[1, 3, 5, 7], [9]]
 
 
 def test_a_data_set_that_changes_has_its_own_length_in_each_epoch() -> None:
