@@ -9,7 +9,7 @@ P, LAYER, BUFFER = 8_000_000_000, 4 * 400_000_000, 2 * 500_000_000
 
 
 def test_each_stage_divides_one_part_more_among_ranks() -> None:
-    found = [_of_rank(P, 16, stage, "none", "none") for stage in (0, 1, 2, 3)]
+    found = [row[3:] for row in _of_rank(P, 16) if row[1] == "none"]
     share = P // 16
     assert [device for device, _, _ in found] == [
         20 * P,
@@ -22,9 +22,10 @@ def test_each_stage_divides_one_part_more_among_ranks() -> None:
 
 def test_what_is_offloaded_is_elsewhere() -> None:
     share = P // 16
-    assert _of_rank(P, 16, 2, "cpu", "none") == (2 * P + BUFFER, 18 * share, 0)
-    assert _of_rank(P, 16, 3, "cpu", "cpu") == (BUFFER + LAYER, 20 * share, 0)
-    device, host, disk = _of_rank(P, 16, 3, "nvme", "nvme")
+    found = {row[:3]: row[3:] for row in _of_rank(P, 16)}
+    assert found[2, "cpu", "none"] == (2 * P + BUFFER, 18 * share, 0)
+    assert found[3, "cpu", "cpu"] == (BUFFER + LAYER, 20 * share, 0)
+    device, host, disk = found[3, "nvme", "nvme"]
     assert (device, disk) == (BUFFER + LAYER, 18 * share) and host > 2 * share
 
 
