@@ -28,7 +28,7 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
         yield problem("torch", "It is not installed for this Python.", "pip install torch")
     yield from (_release(name, packages[name]) for name in RELEASES if name in packages)
     yield from _lightning(packages)
-    yield from _beside_torch(packages)
+    yield from _torchvision(packages)
     limits = machine.limits
     yield _memory(limits)
     yield _cores(limits, machine.environment)
@@ -92,19 +92,9 @@ def _lightning(packages: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
-def _beside_torch(packages: Mapping[str, str]) -> Iterator[Finding]:
-    torch, numbers = packages.get("torch"), release(packages.get("torch"))
-    xla, vision = packages.get("torch-xla"), packages.get("torchvision")
-    if xla and torch and release(xla)[:2] != numbers[:2]:
-        wanted = short(xla)
-        yield problem(
-            "torch-xla and torch",
-            f"torch-xla {xla} is built for torch {wanted}, and torch is {torch}: importing it fails.",
-            "# in a separate environment, because other packages may need the newer torch",
-            f"pip install 'torch=={wanted}.*' 'torch-xla=={wanted}.*'",
-        )
-    elif xla and torch:
-        yield ok("torch-xla and torch", f"torch-xla {xla} with torch {torch}")
+def _torchvision(packages: Mapping[str, str]) -> Iterator[Finding]:
+    torch, vision = packages.get("torch"), packages.get("torchvision")
+    numbers = release(torch)
     if vision and len(numbers) > 1 and numbers[0] == 2:
         wanted = f"0.{numbers[1] + _TORCHVISION_AHEAD}"
         if short(vision) != wanted:
