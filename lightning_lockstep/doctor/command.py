@@ -228,8 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeout", type=_number(0.1), help="time limit per check in seconds (default: set by each check)")
     add("--strict", action="store_true", help="exit with code 3 if there are warnings")
     add("--nproc", type=_number(1, int), help="ranks that `network` starts on this host (default: 2)")
-    add("--hosts", metavar="A,B", default="", help="hosts that `mpi` checks, by ssh without a password")
-    add("--hostfile", metavar="FILE", help="an mpirun hostfile with such hosts")
+    add("--hostfile", metavar="FILE", help="an mpirun hostfile; `mpi` tries ssh to its hosts")
     add("--ssh-args", type=shlex.split, metavar="ARGS", default=(), help="for ssh, such as '-p 2222 -i key'")
     told = "parameters of your model, such as 7e9; adds memory estimates"
     add("--model-parameters", "--model-params", type=_number(1), help=told)
@@ -251,12 +250,11 @@ def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[st
     """Return what a command line asks for: as it was given, the names of checks, and their options."""
     given = _parser().parse_intermixed_args(argv)
     names, folders = select(given.checks)
-    hosts = tuple(filter(None, map(str.strip, given.hosts.split(","))))
-    read = {**vars(given), "hosts": hosts, "ssh_args": tuple(given.ssh_args), "folders": tuple(folders)}
+    read = {**vars(given), "ssh_args": tuple(given.ssh_args), "folders": tuple(folders)}
     options = settings_of(CheckOptions, read)
     if hosts_of(options) and "mpi" not in names:
         raise ConfigurationError(
-            "--hosts and --hostfile are for the check mpi. To test the network between hosts, start the doctor on them:"
+            "--hostfile is for the check mpi. To test the network between hosts, start the doctor on them:"
             " mpirun --hostfile hosts lockstep-doctor network, or with srun or torchrun."
         )
     return given, names, options

@@ -88,8 +88,7 @@ class CheckOptions:
 
     timeout: float | None = None  # longest time that a check may take [s]; None: the check's own
     nproc: int | None = None  # ranks that `network` starts on this host
-    hosts: tuple[str, ...] = ()  # of an mpirun, as its --host takes them
-    hostfile: str | None = None
+    hostfile: str | None = None  # of an mpirun
     ssh_args: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()  # of runs
     model_parameters: float | None = None  # for which memory is estimated
@@ -99,21 +98,16 @@ class CheckOptions:
 
 
 def hosts_of(options: CheckOptions) -> list[str]:
-    """Return the hosts that ``--hosts`` and ``--hostfile`` name; none for this host alone."""
-    if wrong := [name for name in options.hosts if not name or name.startswith("-")]:
-        raise ConfigurationError(
-            f"--hosts: {', '.join(map(repr, wrong))}: expected names or addresses of hosts with commas between them,"
-            " such as --hosts node1,node2."
-        )
-    listed: list[str] = []
-    if options.hostfile is not None:
-        try:
-            listed = read_hostfile(Path(options.hostfile))
-        except LaunchError as error:
-            raise ConfigurationError(str(error)) from error
-        if not listed:
-            raise ConfigurationError(f"--hostfile {options.hostfile}: expected a host on each line.")
-    return [*options.hosts, *listed]
+    """Return the hosts that ``--hostfile`` names; none for this host alone."""
+    if options.hostfile is None:
+        return []
+    try:
+        listed = read_hostfile(Path(options.hostfile))
+    except LaunchError as error:
+        raise ConfigurationError(str(error)) from error
+    if not listed:
+        raise ConfigurationError(f"--hostfile {options.hostfile}: expected a host on each line.")
+    return listed
 
 
 # -- Which checks there are --

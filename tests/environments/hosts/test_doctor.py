@@ -30,7 +30,9 @@ def cluster() -> Iterator[Cluster]:
 
 def doctor(cluster: Cluster, *checks: str) -> tuple[int, dict[str, list[dict[str, Any]]]]:
     """Run the doctor on alpha; return its exit code and the rows of each check."""
-    of_cluster = ["--hosts", ",".join(cluster.addresses), "--ssh-args", " ".join(cluster.ssh_args)]
+    hostfile = cluster.folder / "hosts"
+    hostfile.write_text("".join(f"{address}\n" for address in cluster.addresses))
+    of_cluster = ["--hostfile", str(hostfile), "--ssh-args", " ".join(cluster.ssh_args)]
     command = [sys.executable, "-m", "lightning_lockstep.doctor", *checks, *of_cluster, "--json"]
     return rows_in(*cluster.run(0, command, timeout=150, env={**os.environ, **mpi_environ()}))
 

@@ -80,19 +80,21 @@ def test_an_unknown_check_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (
-            ["mpi", "--hosts", "a,-oProxyCommand=x"],
-            "--hosts: '-oProxyCommand=x': expected names or addresses",
-        ),
+        (["mpi", "--hostfile", "options"], "'-oProxyCommand=x' is not the name of a host"),
         (["mpi", "--hostfile", "absent"], "hostfile absent: it cannot be read"),
-        (["kernel", "--hosts", "a"], "--hosts and --hostfile are for the check mpi"),
+        (["kernel", "--hostfile", "hosts"], "--hostfile is for the check mpi"),
     ],
 )
 def test_hosts_that_cannot_be_used_are_refused(
     arguments: list[str],
     told: str,
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("a\n")
+    Path("options").write_text("a\n-oProxyCommand=x\n")
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2 and told in capsys.readouterr().err
