@@ -86,13 +86,10 @@ class ReplicaCheck(EndsWithRun):
             self.at_end.close()
             if self.audit_every_n_steps:
                 refuse_audit(trainer)
-            if current_communicator().world_size == 1:
-                say(
-                    "ReplicaCheck compares nothing here: there is one process (under SPMD one program runs for all"
-                    " devices)."
-                )
-            else:
+            if current_communicator().world_size > 1:
                 _ = current_communicator().side_channel
+            else:
+                say("ReplicaCheck compares nothing here: there is one process, as always under SPMD.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare how the run is set up on each rank. Ranks: all, together; a gather of a number each."""

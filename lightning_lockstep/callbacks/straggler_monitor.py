@@ -135,12 +135,10 @@ class StragglerMonitor(EndsWithRun):
         if stage == "fit":
             self.at_end.close()
             self.verdict = NOBODY
-            if current_communicator().world_size == 1:
-                say(
-                    "StragglerMonitor measures nothing here: there is one rank, so no rank waits for another."
-                )
-            else:
+            if current_communicator().world_size > 1:
                 _ = current_communicator().side_channel
+            else:
+                say("StragglerMonitor measures nothing here: there is one rank.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure. Ranks: all ranks; nothing is sent."""
