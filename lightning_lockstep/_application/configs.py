@@ -6,7 +6,6 @@ import argparse
 import re
 import string
 from collections.abc import Callable
-from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,13 @@ from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobRuntime
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
-from yaml import YAMLError
 
-from lightning_lockstep._application.signatures import entries, parts_of, typed_lines, unset_settings
+from lightning_lockstep._application.signatures import entries, parts_of, unset_settings
 from lightning_lockstep._settings import did_you_mean, nearest
 from lightning_lockstep._text import listed
+
+# Groups whose options bring a key of their own name.
+_WITH_OWN_KEYS = ("callbacks", "checkpoint", "logger")
 
 
 def search_path_of(
@@ -126,57 +127,22 @@ class Loader:
     def _meant(self, override: Override, depth: int, node: DictConfig, config: DictConfig) -> str:
         """What can be meant by a key whose part at `depth` is not in `node`, as the end of a sentence."""
         parts = parts_of(override.key_or_group)
-        whole, last = ".".join(parts), parts[-1].rpartition("/")[2]
-        brought, unset = self._brought(config), unset_settings(node)
+        last, unset = parts[-1].rpartition("/")[2], unset_settings(node)
+        if depth == 1 and parts[0] in _WITH_OWN_KEYS and self.is_choice(parts[0], parts[1]):
+            return f" It comes with the option {parts[0]}={parts[1]}, which was not chosen."
         beside = [str(key) for key in node if not str(key).startswith("_") and (depth or key != "hydra")]
         beside += unset if depth else self.groups()
-        if whole in brought:
-            return f" Add {brought[whole]}, which brings it."
         if last not in unset:
-            known = {**brought, **dict.fromkeys(_keys_in(config), "")}
-            if meant := _elsewhere(last, known) or did_you_mean(last, beside):
+            keys = [key for key, where, _ in entries(config) if isinstance(where, DictConfig)]
+            keys.sort(key=lambda key: key.count("."))
+            names = [key.rpartition(".")[2] for key in keys]
+            if last not in names and (meant := did_you_mean(last, beside)):
                 return meant
-            if near := nearest(last, map(_name_of, known), most=1):
-                return _elsewhere(near[0], known)
+            near = [last] if last in names else nearest(last, names, most=1)
+            if found := [key for key, name in zip(keys, names, strict=True) if name in near]:
+                return f" Did you mean {' or '.join(map(repr, found[:2]))}?"
         has = f" It has: {listed(beside, 12)}." if depth == len(parts) - 1 > 0 else ""
         return f"{has} A new key is added with {'+' if depth else '++'}{override.input_line}"
-
-    def _brought(self, config: DictConfig) -> dict[str, str]:
-        """Each key that an option would bring, with what is to be written for it."""
-        typed = typed_lines(config)
-        parts = self._loader.compute_defaults_list(self.config_name, typed, RunMode.RUN).defaults
-        taken = [str(part.config_path).partition("/") for part in parts]
-        found: dict[str, str] = {}
-        for group in ("callbacks", "checkpoint", "logger"):
-            # Of callbacks and loggers a run may have several: an option is added to those that it has.
-            kept = [name for of, _, name in taken if of == group != "checkpoint" and name != "none"]
-            for choice in self.choices(group) if self.is_group(group) else ():
-                with suppress(YAMLError):  # an error only if it is used
-                    loaded = self._repository.load_config(f"{group}/{choice}")
-                    if loaded is not None and (loaded.header.get("package") or group) == group:
-                        content: Any = loaded.config
-                        value = f"[{','.join([*kept, choice])}]" if kept else choice
-                        for key in _keys_in(content):
-                            found.setdefault(f"{group}.{key}", f"{group}={value}")
-        return found
-
-
-def _elsewhere(name: str, known: dict[str, str]) -> str:
-    """Which key of this name is there, or else would be brought by an option, which `known` has for it; or nothing."""
-    found = [key for key in known if _name_of(key) == name]
-    found = sorted((key for key in found if not known[key]), key=lambda key: key.count(".")) or found
-    meant = f" Did you mean {' or '.join(map(repr, found[:2]))}?" if found else ""
-    added = [known[key] for key in found[:2] if known[key]]
-    return f"{meant} Add {' or '.join(added)}, which brings it." if added else meant
-
-
-def _name_of(key: str) -> str:
-    return key.rpartition(".")[2]
-
-
-def _keys_in(config: DictConfig) -> list[str]:
-    """The whole keys in a configuration, those of lists left out."""
-    return [key for key, where, _ in entries(config) if isinstance(where, DictConfig)]
 
 
 def _keys_of(text: str) -> str:

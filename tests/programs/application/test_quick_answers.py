@@ -17,7 +17,7 @@ ASKED = {
     "trainer.max_epoch=3": "Did you mean 'max_epochs'",
     "strategy=dpp model.learning_rat=1": "Did you mean 'learning_rate'",
     "--multirn": "there is no such flag",
-    "patience=3": "Add callbacks=early_stopping, which brings it.",
+    "callbacks.overflow.verbos=1": "It comes with the option callbacks=overflow",
 }
 # As the console command does it, once for each; then it says what was imported.
 COMMAND = """

@@ -52,10 +52,6 @@ IN_A_PROJECT = [
     ("model.hiden=3", "there is no key 'hiden' in 'model'. Did you mean 'hidden'?"),
     ("model.learning_rate=0.1", "It has: hidden, lr. A new key is added with +model.learning_rate=0.1"),
     ("model.context=3", "It has: hidden, lr. A new key is added with +model.context=3"),
-    (
-        "data.global_batch_size=64",
-        "Add callbacks=auto_batch_size or callbacks=effective_batch_size, which brings it.",
-    ),
     ("+experiment=wide", "the group 'experiment' is in the configuration already: write experiment=wide"),
     (
         "+optimzer=adam",
