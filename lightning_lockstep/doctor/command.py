@@ -9,12 +9,13 @@ import shlex
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
+from functools import partial
 from textwrap import fill, indent
 from typing import Any
 
@@ -62,7 +63,6 @@ def select(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 # -- The checks of one call: in threads, some at a time, each with a deadline --
 
-_LOOK_EVERY = 0.02  # [s]
 _ITSELF = "the check itself"
 
 
@@ -72,47 +72,31 @@ def results_of(names: Sequence[str], options: CheckOptions) -> Iterator[CheckRes
     most = max(2, len(usable_cores()))
     alone = [name for name in names if CHECKS[name].runs_alone]
     waiting = [name for name in names if name not in alone]
-    running: list[_Running] = []
+    running: set[Future[CheckResult]] = set()
     while waiting or alone or running:
         while waiting and len(running) < most:
-            running.append(_Running(waiting.pop(0), options))
+            running.add(network.started(partial(_result_of, waiting.pop(0), options)))
         if not running:
-            running.append(_Running(alone.pop(0), options))
-        for check in [check for check in running if check.is_over()]:
-            running.remove(check)
-            yield check.result()
-        time.sleep(_LOOK_EVERY)
+            running.add(network.started(partial(_result_of, alone.pop(0), options)))
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            yield future.result()
 
 
-class _Running:
-    def __init__(self, name: str, options: CheckOptions) -> None:
-        self._name, self._began = name, time.monotonic()
-        self._limit = options.timeout or CHECKS[name].timeout
-        self._found: list[Finding] = []
-        # A thread that hangs does not keep the doctor from its end.
-        self._thread = threading.Thread(target=self._run, args=(options,), name=name, daemon=True)
-        self._thread.start()
-
-    def _run(self, options: CheckOptions) -> None:
-        try:
-            for finding in function_of(self._name)(Machine(), options):
-                self._found.append(finding)  # what was found before an error is kept
-        except ConfigurationError as error:
-            self._found.append(problem(_ITSELF, str(error)))
-        except Exception:
-            raised = traceback.format_exc(limit=-2).rstrip()
-            self._found.append(problem(_ITSELF, f"It raised an error, a fault of the doctor.\n{raised}"))
-
-    def is_over(self) -> bool:
-        return not self._thread.is_alive() or time.monotonic() > self._began + self._limit
-
-    def result(self) -> CheckResult:
-        is_late, found = self._thread.is_alive(), list(self._found)
-        if is_late:
-            evidence = f"It did not end within {self._limit:g} s. It hangs, or needs more time."
-            fix = f"lockstep-doctor {self._name} --timeout {4 * self._limit:g}"
-            found.append(problem(_ITSELF, evidence, fix))
-        return CheckResult(self._name, tuple(found), time.monotonic() - self._began)
+def _result_of(name: str, options: CheckOptions) -> CheckResult:
+    """Run a check until its deadline; what it has found before an error or the deadline is kept."""
+    began, limit = time.monotonic(), options.timeout or CHECKS[name].timeout
+    found: list[Finding] = []
+    check = network.started(lambda: found.extend(function_of(name)(Machine(), options)))
+    if not wait([check], limit).done:
+        evidence = f"It did not end within {limit:g} s. It hangs, or needs more time."
+        found.append(problem(_ITSELF, evidence, f"lockstep-doctor {name} --timeout {4 * limit:g}"))
+    elif isinstance(error := check.exception(), ConfigurationError):
+        found.append(problem(_ITSELF, str(error)))
+    elif error is not None:
+        raised = "".join(traceback.format_exception(error, limit=-2)).rstrip()
+        found.append(problem(_ITSELF, f"It raised an error, a fault of the doctor.\n{raised}"))
+    return CheckResult(name, tuple(found), time.monotonic() - began)
 
 
 # -- What is printed: a block of rows for each check when it ends, then the commands to paste --

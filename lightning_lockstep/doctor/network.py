@@ -261,6 +261,14 @@ def join() -> Ranks | None:
 
 def within(seconds: float, function: Callable[[], T]) -> T:
     """Call a function that may hang; raise a TimeoutError if it takes longer."""
+    future = started(function)
+    if not wait([future], seconds).done:
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    return future.result()
+
+
+def started(function: Callable[[], T]) -> Future[T]:
+    """Call a function in a thread that does not keep this process from its end, also if it hangs."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -270,9 +278,7 @@ def within(seconds: float, function: Callable[[], T]) -> T:
             future.set_exception(error)
 
     threading.Thread(target=run, name="doctor", daemon=True).start()
-    if not wait([future], seconds).done:
-        raise TimeoutError(f"no answer within {seconds:.0f} s")
-    return future.result()
+    return future
 
 
 # -- What a rank reports of its host, and how it reaches others --
