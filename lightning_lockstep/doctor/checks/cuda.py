@@ -231,36 +231,5 @@ def _architectures(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         evidence += " not set." if shown is None else f" {shown!r}."
         yield problem(subject, evidence, _ASK_TORCH if shown is None else "unset CUDA_VISIBLE_DEVICES")
         return
-    gpus = [gpu for gpu in gpus if gpu.capability]
-    without = [gpu for gpu in gpus if not _runs_on(built, gpu.capability)]
-    for name, capability in dict.fromkeys((gpu.name, gpu.capability) for gpu in without):
-        yield _no_kernels(name, capability, built)
-    if not without:
-        kinds = sorted({".".join(map(str, gpu.capability)) for gpu in gpus})
-        yield ok(subject, f"GPUs of {', '.join(kinds) or 'unknown capability'}; torch has {' '.join(built)}")
-
-
-def _no_kernels(name: str, capability: tuple[int, ...], built: Sequence[str]) -> Finding:
-    number = "".join(map(str, capability))
-    is_newer = all(capability > _capability(entry) for entry in built)
-    older = "# this GPU is too old for this torch: take an older torch, or"
-    return problem(
-        "architectures",
-        f"{name} is sm_{number}, and torch has kernels for {' '.join(built)} only: 'no kernel image is available'.",
-        "pip install --upgrade torch" if is_newer else older,
-        f"# build torch from its sources with TORCH_CUDA_ARCH_LIST={'.'.join(map(str, capability))!r}",
-    )
-
-
-def _runs_on(built: Sequence[str], capability: tuple[int, ...]) -> bool:
-    """Return whether one of torch's architectures runs on a GPU: same major and no newer, or as PTX any older one."""
-    for entry in built:
-        of = _capability(entry)
-        if of and of <= capability and (entry.startswith("compute_") or of[0] == capability[0]):
-            return True
-    return False
-
-
-def _capability(entry: str) -> tuple[int, ...]:
-    match = re.fullmatch(r"(?:sm|compute)_(\d{1,3})(\d)[a-z]?", entry, re.ASCII)
-    return (int(match[1]), int(match[2])) if match else ()
+    kinds = sorted({".".join(map(str, gpu.capability)) for gpu in gpus if gpu.capability})
+    yield ok(subject, f"GPUs of {', '.join(kinds) or 'unknown capability'}; torch has {' '.join(built)}")

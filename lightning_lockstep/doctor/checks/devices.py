@@ -14,6 +14,10 @@ from lightning_lockstep.doctor.registry import CheckOptions, Finding, not_applic
 _MIB = 2**20
 # Speeds of a matrix product that differ by less than this count as equal.
 _ALIKE_SPEED = 0.9
+_NO_KERNELS = (
+    "pip install --upgrade torch",
+    "# or, if the GPU is too old for that: an older torch, or one built from source with TORCH_CUDA_ARCH_LIST",
+)
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
@@ -52,8 +56,9 @@ def _matrix_products(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]
         speed = entry.get("speed")
         if "error" in entry:
             evidence = f"GPU {gpu.index} cannot multiply two matrices: {entry['error']}"
-            fix = f"nvidia-smi -i {gpu.index}  # lists the processes that use it"
-            yield problem(subject, evidence, fix)
+            processes = f"nvidia-smi -i {gpu.index}  # lists the processes that use it"
+            fix = _NO_KERNELS if "no kernel image" in str(entry["error"]) else (processes,)
+            yield problem(subject, evidence, *fix)
         elif isinstance(speed, (int, float)) and 0 < speed < 1e18:
             speeds[gpu.index] = speed
     if not speeds:
