@@ -39,13 +39,10 @@ from lightning_lockstep.steps.snapshot import RandomState, restored
 class AutoBatchSize(BatchSizeFinder, EndsWithRun):
     """Finds the largest batch size that fits on every rank, before a fit, validate, test or predict.
 
-    A fit keeps its global batch (the loader's batch size x ``accumulate_grad_batches`` x ranks), and with it its
-    optimizer steps: what fits decides how it is divided into micro-batches. Evaluations take the largest that fits.
-
-    All ranks try the same size at the same time, each by itself; a size fits when it fits on all of them. The
-    search then restores the state of the run exactly. During a trial every attribute named ``batch_arg_name``
-    holds the size that is tried; afterwards it holds the size found, or its old value if the search raises. Without
-    ``global_batch_size`` it and ``accumulate_grad_batches`` have their old values again when the run has ended.
+    A fit keeps its global batch, and divides it into micro-batches that fit; evaluations take the largest that fits.
+    During a trial every attribute named ``batch_arg_name`` holds the size that is tried; afterwards it holds the size
+    found, or its old value if the search raises. Without ``global_batch_size`` it and ``accumulate_grad_batches`` have
+    their old values again when the run has ended.
 
     It replaces Lightning's ``BatchSizeFinder`` and has the same arguments (up to ``max_val``), hooks,
     ``scale_batch_size`` and ``optimal_batch_size``.

@@ -70,10 +70,6 @@ def missing_message(monitor: str, entries: Sequence[Entry]) -> str:
 class SyncedEarlyStopping(EarlyStopping):
     """Lightning's ``EarlyStopping``, with one decision for all ranks.
 
-    Every rank sends whether it has the metric, and its value. They are reduced to one value and one decision,
-    so that decision, reason, ``wait_count`` and ``best_score`` are the same on every rank. If only some
-    ranks have the metric, all of them raise the same error; none hangs.
-
     Arguments up to ``log_rank_zero_only`` are Lightning's, as are attributes, messages and ``state_dict``;
     checkpoints of the two can be exchanged, and a Trainer takes only one of the two for a metric.
 

@@ -24,9 +24,8 @@ class EffectiveBatchSize(Callback):
 
     The configured batch size is the largest micro-batch; it is kept or made smaller, and
     ``accumulate_grad_batches`` is set, so that each optimizer step has exactly that many samples on any number of
-    ranks. Under a strategy of this package that divides the loader, the parts of the ranks may differ by one sample.
-    Elsewhere (a sampler of your own, Lightning's strategies) they are equal; if no product gives the global batch, the
-    nearest is taken, with one warning that shows the numbers.
+    ranks. With a sampler of your own, or under Lightning's strategies, the nearest global batch is taken if no product
+    gives it, with a warning.
 
     Args:
         global_batch_size: Samples of all ranks in one optimizer step.

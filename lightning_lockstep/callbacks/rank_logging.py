@@ -23,10 +23,8 @@ _AT_THE_END = 1.0
 class RankOrderedLogging(EndsWithRun):
     """Makes the logs of a run with many ranks readable.
 
-    The console shows ``host:rank`` on every line, and prints rank 0's own lines, the lines that any rank logs with
-    ``in_order=True``, and each warning once, even if several ranks give it. Each rank's file has everything that this
-    rank logs. Lightning's loggers, those of other libraries and Python's warnings are included. The levels of all
-    loggers stay as they are.
+    The console shows rank 0's own lines, the lines that any rank logs with ``in_order=True``, and each warning once,
+    even if several ranks give it; each rank's file has all that this rank logs. The levels of loggers stay as they are.
 
     Args:
         level: Lowest level on the console. A logger whose own level is higher, such as Python's default, gives less.

@@ -29,9 +29,8 @@ _AT_THE_END = 30.0
 class ReplicaCheck(EndsWithRun):
     """Checks that all ranks hold the same weights, optimizer state and settings, and work on different data.
 
-    Before the first step the ranks compare how the run is set up. Then, after the first batch, the fourth, every
-    ``every_n_steps`` and the last one, each computes an exact checksum of every tensor and sends a few numbers to
-    rank 0; if those differ, the ranks meet after the same batch, and a report names the tensors, the ranks in the
+    Before the first step the ranks compare how the run is set up, and then, after the first batch, the fourth, every
+    ``every_n_steps`` and the last one, a checksum of every tensor. A report names the tensors, the ranks in the
     minority, since when, and the likely reasons.
 
     Args:

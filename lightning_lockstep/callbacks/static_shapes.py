@@ -126,11 +126,7 @@ _EXPECTED = 2
 class StaticShapes(EndsWithRun):
     """Pads batches to the same shapes, and names each batch whose shapes were compiled after the first ones.
 
-    ``torch.compile`` and torch-xla compile a step again for a last batch that is smaller, for another batch size in
-    evaluation, and for each length of sequence. Without arguments nothing is padded: a warning names each batch that
-    compiles, and the argument that would avoid it. Batches of prediction are never padded.
-
-    Samples that are added must not count. A step whose batches may be filled up asks which samples are real, with
+    Without arguments nothing is padded. A step whose batches may be filled up asks which samples are real, with
     :meth:`real_samples` or :meth:`mean`, or ``ignored`` marks them; otherwise it is refused at its first batch. What
     it logs is weighted by the number of real samples.
 

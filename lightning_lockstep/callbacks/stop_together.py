@@ -187,12 +187,9 @@ PREEMPTED = "preempted"
 class StopTogether(EndsWithRun):
     """Ends a fit on all ranks after the same batch, when any rank asks for it.
 
-    :func:`set_breakpoint` on any rank ends the fit as early stopping does: ``fit`` returns, and
-    :func:`check_breakpoint` returns who asked and why. A signal or a stop file on any rank means that the
-    machine is needed for something else: a checkpoint is saved first, and every rank ends with ``exit_code``. A
-    run resumed from that checkpoint continues with the next batch.
-
-    With gradient accumulation all ranks stop after the batch that completes the optimizer step.
+    After :func:`set_breakpoint` on any rank ``fit`` returns. After a signal or a stop file a checkpoint is saved first,
+    and every rank ends with ``exit_code``. With gradient accumulation all ranks stop after the batch that completes
+    the optimizer step.
 
     Args:
         signals: Names of the signals that mean "save and end".

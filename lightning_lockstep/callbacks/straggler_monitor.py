@@ -101,8 +101,7 @@ _AT_THE_END = 2.0
 class StragglerMonitor(EndsWithRun):
     """Reports which rank the others wait for, since when, by how much, and in which part of its step.
 
-    Each rank measures, by its own clock, how long it waits for others in the collectives of its steps: the rank that
-    waits least is the one that the others wait for. On a GPU the device's waiting is measured. Rank 0 prints a line
+    The rank that waits least in the collectives of its steps is the one that the others wait for. Rank 0 prints a line
     when another rank becomes that one, gives figures to the Trainer's loggers, and prints a table at the end.
 
     Args:
