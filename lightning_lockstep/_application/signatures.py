@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import pkgutil
 import re
 import sys
 import traceback
@@ -225,26 +224,14 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
 def _why_not_found(name: str, cause: BaseException) -> str:
     """Why a target cannot be imported, and what may help."""
     module, (place, _, wrong) = name.partition(".")[0], name.rpartition(".")
-    missing = str(cause.name) if isinstance(cause, ModuleNotFoundError) else ""
-    if missing != module and name.startswith(f"{missing}."):
-        package, _, wrong = missing.rpartition(".")
-        inside = pkgutil.iter_modules(getattr(sys.modules.get(package), "__path__", ()))
-        return f" {first_line(cause)}.{did_you_mean(wrong, [found.name for found in inside])}"
-    if missing != module:
-        beside: list[str] = []
-        with suppress(Exception):  # importing a module can raise anything; then there is nothing to compare
-            owner = locate(place)
-            beside = [other for other in getattr(owner, "__all__", dir(owner)) if other != wrong]
-        return did_you_mean(wrong, beside) or f" {first_line(cause)}"
-    if module == name:
-        return " Expected module.Class."
-    here = Path.cwd()
-    near = did_you_mean(module, [found.name for found in pkgutil.iter_modules([str(here)])])
-    left_out = " (left out for -P or PYTHONSAFEPATH)" if is_left_out() else ""
-    return (
-        f" There is no module {module!r}, neither in {here}{left_out} nor installed.{near} Start in the folder of"
-        f" {module}.py, or add that folder to PYTHONPATH."
-    )
+    if isinstance(cause, ModuleNotFoundError) and cause.name == module:
+        hint = "Expected module.Class; start in the folder of module.py, or add that folder to PYTHONPATH."
+        return f" There is no module {module!r} for a run that starts in {Path.cwd()}. {hint}"
+    beside: list[str] = []
+    with suppress(Exception):  # importing a module can raise anything; then there is nothing to compare
+        owner = locate(place)
+        beside = [other for other in getattr(owner, "__all__", dir(owner)) if other != wrong]
+    return did_you_mean(wrong, beside) or f" {first_line(cause)}"
 
 
 def is_left_out() -> bool:

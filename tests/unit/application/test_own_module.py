@@ -113,9 +113,8 @@ def test_a_module_that_is_not_there_is_said_with_where_it_was_looked_for(
 ) -> None:
     monkeypatch.chdir(own_folder)
     fault = only(faults_of("model=own", "model._target_=mien.Net", "data=digits"))
-    assert f"There is no module 'mien', neither in {os.getcwd()} nor installed. Did you mean 'mine'?" in fault
-    assert "Expected module.Class." in only(faults_of("model=own", "model._target_=Net", "data=digits"))
+    assert f"There is no module 'mien' for a run that starts in {os.getcwd()}. Expected module.Class" in fault
     inside = only(faults_of("model=own", "model._target_=lightning_lockstep.dmeo.ConvNet", "data=digits"))
-    assert "No module named 'lightning_lockstep.dmeo'. Did you mean 'demo'?" in inside
+    assert "No module named 'lightning_lockstep.dmeo'" in inside
     whole = only(faults_of("model=own", "model._target_=lightning_lockstep.demo", "data=digits"))
     assert "expected a class or a function, not a module." in whole
