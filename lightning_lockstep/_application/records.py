@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from lightning_lockstep._system import write_report
 from lightning_lockstep._text import counted
 from lightning_lockstep.distributed.failure.process_exit import exit_report_of, set_exit_report
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error, keep_failure
-from lightning_lockstep.errors import ConfigurationError, RankFailedError
+from lightning_lockstep.errors import RankFailedError
 from lightning_lockstep.steps.patching import put_in_place
 
 # -- What a run gives to its loggers besides metrics, and where they write --
@@ -77,37 +77,25 @@ def finish(loggers: list[Any], *, failed: bool) -> None:
 # -- `failure.json` in the run folder, if the strategy has not written it --
 
 
-def keep_unless_kept(trainer: Any, error: BaseException, steps: int) -> None:
+def keep_unless_kept(error: BaseException, folder: Path, trainer: Any = None, steps: int = 0) -> None:
     """Write what has ended a run to its folder, if its strategy has not; every rank may call it, rank 0 writes."""
-    if isinstance(error, SystemExit) or not trainer.is_global_zero or exit_report_of(error).text:
+    is_main = trainer.is_global_zero if trainer else not getattr(rank_zero_only, "rank", 0)
+    if isinstance(error, SystemExit) or not is_main or exit_report_of(error).text:
         return
     # An error that was raised on another rank first comes with the record of that rank.
     record = error.record if isinstance(error, RankFailedError) else None
     if not isinstance(record, FailureRecord):
-        where = {
-            "epoch": trainer.current_epoch,
-            "step": max(trainer.global_step, steps),  # the Trainer of spawned ranks has made none
-            "stage": str(trainer.state.stage or "setup"),
-        }
-        record = describe_error(error, trainer.global_rank, trainer.world_size, lambda: where)
+        where: dict[str, Any] = {"stage": "setup"}
+        if trainer:
+            where = {
+                "epoch": trainer.current_epoch,
+                "step": max(trainer.global_step, steps),  # the Trainer of spawned ranks has made none
+                "stage": str(trainer.state.stage or "setup"),
+            }
+        record = describe_error(error, 0, trainer.world_size if trainer else 1, lambda: where)
     if not record.file:
-        _keep(record, error, Path(trainer.default_root_dir))
-
-
-@contextmanager
-def keeping_failure(folder: Path) -> Iterator[None]:
-    """Write what ends the body, in which a run has no Trainer yet; every rank may enter it, rank 0 writes."""
-    try:
-        yield
-    except Exception as error:
-        if not (getattr(rank_zero_only, "rank", 0) or isinstance(error, ConfigurationError)):
-            _keep(describe_error(error, 0, 1, lambda: {"stage": "setup"}), error, folder)
-        raise
-
-
-def _keep(record: FailureRecord, error: BaseException, folder: Path) -> None:
-    record = keep_failure(record.in_folder(folder))
-    set_exit_report(error, replace(exit_report_of(error), text=record.saved_to()))
+        record = keep_failure(record.in_folder(folder))
+        set_exit_report(error, replace(exit_report_of(error), text=record.saved_to()))
 
 
 # -- The report at the end of a run: a table, and `summary.json` --

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import signal
 import sys
 import time
@@ -22,7 +23,6 @@ from lightning_lockstep._application.records import (
     Summary,
     finish,
     keep_unless_kept,
-    keeping_failure,
     read_metrics,
     remove_earlier_summary,
     show,
@@ -41,7 +41,6 @@ from lightning_lockstep._lightning import (
     seed_everything,
 )
 from lightning_lockstep._registry import register_strategies
-from lightning_lockstep._run_folder import RunFolder
 from lightning_lockstep._system import shell_exit_code
 from lightning_lockstep._text import say
 from lightning_lockstep._trainer import weights_as_they_are
@@ -93,26 +92,32 @@ def leave_out_noise() -> None:
 
 def build(config: DictConfig, *, own_callbacks: list[Any]) -> tuple[Any, Any, Any]:
     """Make model, data and Trainer, in the run itself; raise all that is wrong as one error."""
-    parts: dict[str, Any] = {}
-    faults: list[str] = []
-    for key in component_keys(config)[:-1]:
-        if key.startswith("logger.") and faults:
-            break
-        try:
-            parts[key] = make(config, key)
-        except ConfigurationError as error:
-            faults += error.faults
-    if faults:
-        raise ConfigurationError(faults)
-    callbacks = [parts[key] for key in parts if key.startswith(("callbacks.", "checkpoint."))]
-    given = {
-        "callbacks": [*callbacks, *own_callbacks],
-        "logger": [parts[key] for key in parts if key.startswith("logger.")] or False,
-        "strategy": parts["strategy"],
-    }
-    if config.trainer.get("enable_checkpointing") is None:
-        given["enable_checkpointing"] = bool(names_in(config, "checkpoint"))
-    return parts["model"], parts["data"], make(config, "trainer", given)
+    try:
+        parts: dict[str, Any] = {}
+        faults: list[str] = []
+        for key in component_keys(config)[:-1]:
+            if key.startswith("logger.") and faults:
+                break
+            try:
+                parts[key] = make(config, key)
+            except ConfigurationError as error:
+                faults += error.faults
+        if faults:
+            raise ConfigurationError(faults)
+        callbacks = [parts[key] for key in parts if key.startswith(("callbacks.", "checkpoint."))]
+        given = {
+            "callbacks": [*callbacks, *own_callbacks],
+            "logger": [parts[key] for key in parts if key.startswith("logger.")] or False,
+            "strategy": parts["strategy"],
+        }
+        if config.trainer.get("enable_checkpointing") is None:
+            given["enable_checkpointing"] = bool(names_in(config, "checkpoint"))
+        return parts["model"], parts["data"], make(config, "trainer", given)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        keep_unless_kept(error, Path(config.trainer.get("default_root_dir") or ""))
+        raise
 
 
 # -- One training run: build, fit, validate, test, report --
@@ -128,8 +133,7 @@ def run(config: DictConfig) -> float | None:
     # Nothing reads the command line any more but W&B, which logs it.
     sys.argv[1:] = Mask(config).masked(sys.argv[1:])
     own_callbacks = [record, LogConfiguration(config), LoaderPosition(divides=True)]
-    with keeping_failure(Path(config.trainer.get("default_root_dir") or "")):
-        model, data, trainer = build(config, own_callbacks=own_callbacks)
+    model, data, trainer = build(config, own_callbacks=own_callbacks)
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
     left_out = _left_out(config, model, data)
@@ -148,9 +152,13 @@ def run(config: DictConfig) -> float | None:
             error = KeyboardInterrupt()
         # What has started an mpirun only waits for it: its rank 0 says how far the run came.
         if not (interrupted and isinstance(trainer.strategy.launcher, MPIRunLauncher)):
-            keep_unless_kept(trainer, error, record.steps)
+            keep_unless_kept(error, Path(trainer.default_root_dir), trainer, record.steps)
             if interrupted and trainer.is_global_zero:
-                _say_interrupted(trainer, record)
+                # A whole path: with hydra.job.chdir the run is in another folder than the shell.
+                resume = f"lockstep-doctor run {shlex.quote(str(Path(trainer.default_root_dir).absolute()))}"
+                say(
+                    f"lightning-lockstep: interrupted after optimizer step {record.steps}; to go on: {resume}"
+                )
         # One rank may go on with the next job of a sweep; of several each ends here, and must not wait.
         if trainer.world_size == 1:
             finish(loggers, failed=True)
@@ -175,23 +183,6 @@ def run(config: DictConfig) -> float | None:
         write(summary, Path(trainer.default_root_dir))
         show(summary)
     return metrics.get(config.objective.metric)
-
-
-def _say_interrupted(trainer: Any, record: RunRecord) -> None:
-    """Say how far an interrupted run came, and how it goes on."""
-    steps = record.steps
-    place = f"after optimizer step {steps}" if steps else "before its first optimizer step ended"
-    # Whole paths: with hydra.job.chdir the run is in another folder than the shell.
-    folder = RunFolder(str(Path(trainer.default_root_dir).absolute()))
-    kept = folder.checkpoints()
-    lines = [f"lightning-lockstep: interrupted {place}."]
-    if kept:
-        again = f"the command of the run once more, with ckpt_path={folder.shown(kept[0])}"
-        command = folder.resume_command(kept[0]) or again
-        lines += [f"  newest checkpoint: {folder.shown(kept[0])}", f"  to go on from it:  {command}"]
-    else:
-        lines.append(f"  no checkpoint was saved in {folder.shown()}; the run must start from the beginning")
-    say("\n".join(lines))
 
 
 def _left_out(config: DictConfig, model: Any, data: Any) -> dict[str, str]:
