@@ -7,7 +7,7 @@ import difflib
 import math
 import numbers
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_lockstep.errors import ConfigurationError
@@ -147,6 +147,19 @@ class Faults:
         expected = _with_example(expected, such_as) + (", or None" if optional else "")
         return self.check(is_right or (optional and given is None), name, given, expected)
 
+    def list_of(
+        self,
+        name: str,
+        given: object,
+        is_right: Callable[[Any], bool],  # of an item
+        expected: str,
+        *,
+        optional: bool = False,
+    ) -> bool:
+        """Check a list and each of its items; text is no list."""
+        is_list = isinstance(given, Sequence) and not isinstance(given, str) and all(map(is_right, given))
+        return self.check(is_list or (optional and given is None), name, given, expected)
+
     def flag(self, name: str, given: object) -> bool:
         return self.check(isinstance(given, bool), name, given, "true or false")
 
@@ -193,6 +206,10 @@ def nearest(given: str, known: Iterable[str], *, most: int = 2) -> list[str]:
 def is_number(value: object) -> TypeGuard[float]:
     """Return whether ``value`` is a finite number; truth values are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_text(value: object) -> TypeGuard[str]:
+    return isinstance(value, str)
 
 
 def is_whole(value: object) -> TypeGuard[int]:
