@@ -60,13 +60,25 @@ def search(root: nn.Module, first: Producer, run: Callable[[], Producer | None])
         with _in_float32([by_name[name] for name in chosen]):
             now = run()
         if now is None:
-            return Remedy(tuple(chosen), tried=True)
+            return Remedy(tuple(_shorter(chosen, by_name, run)), tried=True)
         if now.kind in ("weight", "batch"):
             return None
         # Still inside a module that runs in float32: its result does not fit the dtype to which it is cast back.
         stuck = next((name for name in chosen if _inside(now.module, name)), None)
         candidate = stuck.rpartition(".")[0] if stuck else now.module
     return None
+
+
+def _shorter(
+    chosen: list[str], by_name: dict[str, nn.Module], run: Callable[[], Producer | None]
+) -> list[str]:
+    """Return the one module that holds all the chosen ones, if it does as well as they do."""
+    parents = {name.rpartition(".")[0] for name in chosen}
+    parent = next(iter(parents))
+    if len(chosen) == 1 or len(parents) > 1 or parent not in by_name or not parent:
+        return chosen
+    with _in_float32([by_name[parent]]):
+        return [parent] if run() is None else chosen
 
 
 def advice(producer: Producer) -> str:
