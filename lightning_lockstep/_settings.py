@@ -147,18 +147,10 @@ class Faults:
         expected = _with_example(expected, such_as) + (", or None" if optional else "")
         return self.check(is_right or (optional and given is None), name, given, expected)
 
-    def list_of(
-        self,
-        name: str,
-        given: object,
-        is_right: Callable[[Any], bool],  # of an item
-        expected: str,
-        *,
-        optional: bool = False,
-    ) -> bool:
+    def list_of(self, name: str, given: Any, is_right: Callable[[Any], bool], expected: str) -> bool:
         """Check a list and each of its items; text is no list."""
-        is_list = isinstance(given, Sequence) and not isinstance(given, str) and all(map(is_right, given))
-        return self.check(is_list or (optional and given is None), name, given, expected)
+        is_list = isinstance(given, Sequence) and not isinstance(given, str)
+        return self.check(is_list and all(map(is_right, given)), name, given, expected)
 
     def flag(self, name: str, given: object) -> bool:
         return self.check(isinstance(given, bool), name, given, "true or false")
@@ -206,10 +198,6 @@ def nearest(given: str, known: Iterable[str], *, most: int = 2) -> list[str]:
 def is_number(value: object) -> TypeGuard[float]:
     """Return whether ``value`` is a finite number; truth values are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def is_text(value: object) -> TypeGuard[str]:
-    return isinstance(value, str)
 
 
 def is_whole(value: object) -> TypeGuard[int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_lockstep._lightning import LightningModule, Trainer
-from lightning_lockstep._settings import Faults, did_you_mean, is_text
+from lightning_lockstep._settings import Faults, did_you_mean
 from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
 from lightning_lockstep.numerics.precision import run_in_fp32, runs_in_fp32, undo_run_in_fp32
 from lightning_lockstep.numerics.statistics import NamePatterns, module_names
@@ -32,7 +32,7 @@ class FP32Modules(EndsWithRun):
         super().__init__()
         faults = Faults("FP32Modules")
         expected = "a list of module names or patterns, such as ['decoder.*.mlp']"
-        faults.list_of("modules", modules, is_text, expected)
+        faults.list_of("modules", modules, lambda name: isinstance(name, str), expected)
         faults.raise_all()
         self.modules = tuple(modules)
 

@@ -11,7 +11,7 @@ from typing import Literal
 from torch import nn
 
 from lightning_lockstep._lightning import Trainer
-from lightning_lockstep._settings import Faults, is_text, is_whole
+from lightning_lockstep._settings import Faults, is_whole
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.numerics.statistics import NamePatterns
 from lightning_lockstep.steps.capabilities import missing_capabilities
@@ -51,8 +51,9 @@ class OverflowSettings:
         for name in ("scale_floor", "timeout"):
             faults.number(name, getattr(self, name), above=0)
         expected = "a list of name patterns, such as ['*.mask*']"
-        faults.list_of("allow_inf", self.allow_inf, is_text, expected)
-        faults.list_of("modules", self.modules, is_text, expected, optional=True)
+        faults.list_of("allow_inf", self.allow_inf, lambda pattern: isinstance(pattern, str), expected)
+        if self.modules is not None:
+            faults.list_of("modules", self.modules, lambda pattern: isinstance(pattern, str), expected)
         is_path = self.report_dir is None or isinstance(self.report_dir, (str, Path))
         faults.check(is_path, "report_dir", self.report_dir, "a folder, or None")
         if self.check_every_n_steps not in (None, 1) and self.action == "skip":
