@@ -7,7 +7,7 @@ import difflib
 import math
 import numbers
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_lockstep.errors import ConfigurationError
@@ -146,6 +146,11 @@ class Faults:
         expected = f"{what} from {least}" + ("" if most is None else f" to {most}")
         expected = _with_example(expected, such_as) + (", or None" if optional else "")
         return self.check(is_right or (optional and given is None), name, given, expected)
+
+    def list_of(self, name: str, given: Any, is_right: Callable[[Any], bool], expected: str) -> bool:
+        """Check a list and each of its items; text is no list."""
+        is_list = isinstance(given, Sequence) and not isinstance(given, str)
+        return self.check(is_list and all(map(is_right, given)), name, given, expected)
 
     def flag(self, name: str, given: object) -> bool:
         return self.check(isinstance(given, bool), name, given, "true or false")

@@ -23,17 +23,14 @@ from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.patching import loader_with
 from lightning_lockstep.steps.snapshot import generators_of
 
-# -- The error of a search that cannot begin --
-
 
 class SearchRefusedError(BatchSizeError, MisconfigurationException):
     """A search is not possible on any rank; programs for ``BatchSizeFinder`` catch it as Lightning's."""
 
 
-# -- The places that hold a batch size, and real batches of any size from there --
-# It is kept in an attribute (of the module, its hparams, the data module or its hparams) with which the loader is made,
-# or in a DataLoader that was passed to ``fit()``. In both cases every attribute of that name is changed too, because a
-# step may read it.
+# The batch size is kept in an attribute (of the module, its hparams, the data module or its hparams) with which the
+# loader is made, or in a DataLoader that was passed to ``fit()``. In both cases every attribute of that name is changed
+# too, because a step may read it.
 
 
 class BatchLoaders:

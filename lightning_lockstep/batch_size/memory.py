@@ -26,9 +26,8 @@ from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 
 # -- How the C library keeps freed memory, which decides what a batch needs on CPU --
 # glibc returns a freed block to the system if it was large enough to be mapped by itself. That threshold rises to the
-# size of the largest block freed so far (up to 32 MiB). glibc keeps smaller blocks, and those of the next batch may or
-# may not fit into the holes. What a step needs then depends on all that ran before it: up to 1.5 times as much was
-# seen, and a size that fitted may not fit when it is tried again.
+# size of the largest block freed so far (up to 32 MiB), and glibc keeps smaller blocks. What a step needs then depends
+# on all that ran before it: up to 1.5 times as much was seen, and a size that fitted may not fit in another trial.
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -40,7 +39,6 @@ def _c_function(name: str) -> Callable[..., int] | None:
 
 def return_freed_memory(least: int = 2**20) -> None:
     """From now on, return every block of this many bytes or more to the system when it is freed."""
-    # The process then uses only the memory of living objects, so that a step needs the same whatever ran before it.
     # The system has to supply the pages again in the next step, which takes time. This does nothing if the C library
     # is not glibc, or if the environment has set its thresholds.
     mallopt = _c_function("mallopt")
@@ -55,8 +53,7 @@ def return_freed_memory(least: int = 2**20) -> None:
 # On CPU nothing stops a process that takes too much memory until the kernel kills it. During a trial the process
 # therefore limits itself, and an allocation beyond the limit fails with an ordinary error.
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_bytes(text: str | int | float) -> int:
@@ -65,7 +62,7 @@ def parse_bytes(text: str | int | float) -> int:
         return int(text)
     found = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]i?)?b?\s*", str(text).lower())
     with suppress(ValueError):
-        size = float(found.group(1)) * {**_UNITS, **_BINARY_UNITS}[found.group(2) or ""] if found else 0.0
+        size = float(found.group(1)) * _UNITS[found.group(2) or ""] if found else 0.0
         if size > 0:
             return int(size)
     raise ConfigurationError(f"memory_limit={text!r}: expected a number of bytes, or text such as '4GiB'.")
@@ -155,15 +152,11 @@ def limit_of_trials(
 # What allocators and libraries write, in lower case.
 _TEXTS = (
     "out of memory",  # CUDA, HIP, XPU, MPS, NPU, nccl; XLA on CPU
-    "outofmemory",  # Metal: kIOGPUCommandBufferCallbackErrorOutOfMemory
-    "out_of_device_memory",  # XPU: UR_RESULT_ERROR_...
-    "out_of_host_memory",
     "defaultcpuallocator: can't allocate memory",
     "defaultcpuallocator: not enough memory",
     "alloc_failed",  # CUBLAS_STATUS_..., CUDNN_STATUS_..., CUSOLVER, CUSPARSE, CUFFT, HIPBLAS
     "cudnn_status_internal_error_host_allocation_failed",
     "cudnn_status_internal_error_device_allocation_failed",
-    "miopenstatusallocfailed",
     "module:pt_devmem allocation failed",  # HPU
     "resource_exhausted",  # XLA
     "std::bad_alloc",
@@ -270,10 +263,6 @@ def find_executable_batch_size(
     The function's first argument is the batch size; the caller leaves it out. A later call starts with the
     size that worked last.
 
-    Accelerate's function of the same name multiplies by 0.9 after a failure (as of release 1.15). Halving takes
-    fewer attempts, but the size found may be as little as half of what would fit. For Accelerate's steps pass a
-    ``reduce_batch_size_fn`` that remembers the size and multiplies it by 0.9.
-
     Args:
         function: What to call.
         starting_batch_size: First size.
@@ -288,11 +277,6 @@ def find_executable_batch_size(
     Ranks: all, together. One all-reduce of 4 bytes after each call. When memory runs out on one rank, every
         rank calls again with the smaller size; for this the other ranks must return from the function, so it
         must not leave them waiting in a collective.
-
-    Example:
-        >>> @find_executable_batch_size(starting_batch_size=256)
-        ... def train(batch_size, model): ...
-        >>> train(model)
     """
     if function is None:
         return partial(

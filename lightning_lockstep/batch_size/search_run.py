@@ -1,7 +1,4 @@
-"""A whole search on all ranks: what it refuses, its trials by real steps, and the size found.
-
-Which loaders cannot be searched is decided in ``loaders.py``.
-"""
+"""A whole search on all ranks: what it refuses, its trials by real steps, and the size found."""
 
 from __future__ import annotations
 
@@ -76,11 +73,10 @@ def refuse_split(trainer: Trainer) -> None:
         )
 
 
-# -- One trial of a batch size: real steps on a real batch, on this rank alone, then one message to the others --
-#
-# A trial runs the module itself, not its distributed wrapper, so no gradient is reduced and no rank can leave another
-# in a collective. If the strategy has an engine, the engine also makes the steps of a trial. Collectives are answered
-# at once, with tensors of the size that the real answer would have. After each trial the ranks agree on how it went.
+# -- One trial of a batch size --
+# It runs the module itself, not its distributed wrapper, so no gradient is reduced and no rank can leave another in a
+# collective. If the strategy has an engine, the engine also makes the steps of a trial. Collectives are answered at
+# once, with tensors of the size that the real answer would have.
 
 _STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -265,17 +261,10 @@ def _nothing_fits(search: SizeSearch, reason: str, limit: MemoryLimit) -> str:
     smallest = min(trial.size for trial in search.trials)
     if smallest > 1:
         return f"no batch size fits ({reason}); the smallest tried was {smallest}"
-    # On CPU most of the memory may be the interpreter's: a network of 10 kB is in a process of 400 MiB.
-    most = (
-        ""
-        if limit.size is None
-        else f" A rank may take {size_in_words(limit.size)} ({limit.source}), which Python, its libraries, data, model"
-        " and optimizer share. Raise this limit if the machine has more."
-    )
-    return (
-        f"1 does not fit: one sample needs more memory than there is.{most} Use a smaller model, a lower precision,"
-        " activation checkpointing, or a strategy that shards or offloads the optimizer."
-    )
+    text = "1 does not fit: one sample needs more memory than there is."
+    if limit.size is not None:
+        text += f" A rank may take {size_in_words(limit.size)} ({limit.source}), Python and its libraries included."
+    return text
 
 
 def say_on_main(text: str) -> None:

@@ -151,12 +151,10 @@ class AutoBatchSize(BatchSizeFinder, EndsWithRun):
             what = f"AutoBatchSize(global_batch_size={given}) sets the accumulation"
             refuse_fixed_sizes(trainer, what, accumulates=True)
         asking = [one for one in getattr(trainer, "callbacks", ()) if isinstance(one, EffectiveBatchSize)]
-        sizes = {str(one.global_batch_size) for one in asking}
-        sizes |= set() if given is None else {str(given)}
-        if len(sizes) > 1:
+        if asking and given not in (None, asking[0].global_batch_size):
             raise SearchRefusedError(
                 f"AutoBatchSize(global_batch_size={given!r}) and EffectiveBatchSize ask for global batches of"
-                f" {' and '.join(sorted(sizes))}: expected one size. Give it to one of them."
+                f" {given} and {asking[0].global_batch_size}: expected one size. Give it to one of them."
             )
         self._keeper = asking[0] if asking else None
         if self._keeper is None and isinstance(given, int):
@@ -259,13 +257,11 @@ class AutoBatchSize(BatchSizeFinder, EndsWithRun):
 
 def _warn_of_fewer_steps(trainer: Trainer, place: BatchLoaders, size: int) -> None:
     if in_fit(trainer) and size > place.size and current_communicator().is_main:
-        samples = trainer.accumulate_grad_batches * trainer.world_size
+        total = place.size * trainer.accumulate_grad_batches * trainer.world_size
         warnings.warn(
             f"batch size {size} per rank instead of {place.size}: an epoch has fewer optimizer steps, and the learning"
             f" rate stays as it is. The size that fits need not be one that trains well."
-            f" AutoBatchSize(global_batch_size={place.size * samples}) keeps the steps;"
-            f" EffectiveBatchSize({size * samples}, lr_scaling='linear', reference_batch_size={place.size * samples})"
-            " scales the learning rate.",
+            f" AutoBatchSize(global_batch_size={total}) keeps the steps.",
             stacklevel=3,
         )
 

@@ -31,10 +31,8 @@ class FP32Modules(EndsWithRun):
     def __init__(self, modules: Sequence[str] = ()) -> None:
         super().__init__()
         faults = Faults("FP32Modules")
-        is_list = isinstance(modules, Sequence) and not isinstance(modules, str)
-        are_names = is_list and all(isinstance(name, str) for name in modules)
         expected = "a list of module names or patterns, such as ['decoder.*.mlp']"
-        faults.check(are_names, "modules", modules, expected)
+        faults.list_of("modules", modules, lambda name: isinstance(name, str), expected)
         faults.raise_all()
         self.modules = tuple(modules)
 

@@ -116,10 +116,7 @@ def _is_current(agreement: StepAgreement) -> bool:
     return channel.usable and channel.world_size == (1 if group is None else group.world_size)
 
 
-# -- What can request a stop from outside the program: a signal, and a file --
-
-Request = Callable[[str], None]
-_LOOK_EVERY = 1.0  # between two looks for a file [s]
+# -- A signal requests a stop from outside the program --
 
 
 class SignalWatch:
@@ -128,7 +125,7 @@ class SignalWatch:
     # Lightning answers a SIGTERM with a broadcast from inside the handler, which pairs up with whatever
     # collective the other ranks are in. This handler only makes a request, and calls the user's own.
 
-    def __init__(self, numbers: Sequence[signal.Signals], request: Request) -> None:
+    def __init__(self, numbers: Sequence[signal.Signals], request: Callable[[str], None]) -> None:
         self._request = request  # must be safe in a signal handler
         self._of_user = {number: signal.getsignal(number) for number in numbers}
         self._before: dict[signal.Signals, Any] = {}
@@ -157,31 +154,10 @@ class SignalWatch:
             handler(number, frame)
 
 
-class StopFile:
-    def __init__(self, path: Path | None, request: Request) -> None:  # None: there is none to look for
-        self.path, self._request, self.seen = path, request, False
-        self._looked = -math.inf
-
-    def look(self) -> None:
-        """Look for the file, if it was not found and the last look was a while ago; after each batch."""
-        if self.path is None or self.seen or time.monotonic() - self._looked < _LOOK_EVERY:
-            return
-        self._looked = time.monotonic()
-        # Network disks answer EACCES, EIO or ESTALE for a while, which counts as no file, and `Path.exists` raises.
-        self.seen = os.path.exists(self.path)  # noqa: PTH110
-        if self.seen:
-            self._request(f"found the stop file {self.path}")
-
-    def remove(self) -> None:
-        """Remove the file if this process saw it, so that the resumed run does not stop again."""
-        if self.path is not None and self.seen:
-            with suppress(OSError):
-                self.path.unlink()
-
-
 # -- The callback --
 
 PREEMPTED = "preempted"
+_LOOK_EVERY = 1.0  # between two looks for the stop file [s]
 
 
 class StopTogether(EndsWithRun):
@@ -220,12 +196,9 @@ class StopTogether(EndsWithRun):
     ) -> None:
         super().__init__()
         faults = Faults()
-        expected = "a list of names, such as ['SIGTERM', 'SIGUSR1']"
-        if faults.check(not isinstance(signals, str), "signals", signals, expected):
-            known = {s.name for s in signal.Signals} - {"SIGKILL", "SIGSTOP"}
-            for name in signals:
-                expected = "names of signals that can be caught, such as 'SIGTERM'"
-                faults.check(name in known, "signals", name, expected)
+        known = {s.name for s in signal.Signals} - {"SIGKILL", "SIGSTOP"}
+        expected = "a list of signals that can be caught, such as ['SIGTERM', 'SIGUSR1']"
+        faults.list_of("signals", signals, lambda name: name in known, expected)
         faults.whole("exit_code", exit_code, least=0, most=255, optional=True)
         is_name = isinstance(filename, str) and bool(filename) and "/" not in filename
         faults.check(is_name, "filename", filename, "a name without a folder, such as 'preempted'")
@@ -246,8 +219,8 @@ class StopTogether(EndsWithRun):
         self.at_end.enter_context(replaced(self._agreement, in_fit=True))
         LoaderPosition.attach(trainer)  # strategies of this package have done so
         looks = self.stop_file is not None and trainer.local_rank == 0
-        path = Path(trainer.default_root_dir, str(self.stop_file)) if looks else None
-        self._file = StopFile(path, self._preempt)
+        self._stop_file = Path(trainer.default_root_dir, str(self.stop_file)) if looks else None
+        self._found_file, self._looked = False, -math.inf
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Note whose signal handlers there are, before Lightning sets its own."""
@@ -266,7 +239,7 @@ class StopTogether(EndsWithRun):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Leave if all ranks leave after this batch. Ranks: every rank, after every batch."""
-        self._file.look()
+        self._look_for_file()
         self.decision = self._agreement.passed() or self.decision
         # In the middle of an optimizer step the accumulated gradients would be lost.
         if self.decision is not None and not trainer.fit_loop._should_accumulate():
@@ -280,6 +253,15 @@ class StopTogether(EndsWithRun):
         if agreed:
             self._agreement.start_over()  # the requests are answered, and must not stop the next fit
             self._save_and_end(trainer, "; ".join(f"rank {rank}: {why}" for rank, why in agreed.items()))
+
+    def _look_for_file(self) -> None:
+        if self._stop_file is None or self._found_file or time.monotonic() - self._looked < _LOOK_EVERY:
+            return
+        self._looked = time.monotonic()
+        # Network disks answer EACCES, EIO or ESTALE for a while, which counts as no file, and `Path.exists` raises.
+        self._found_file = os.path.exists(self._stop_file)  # noqa: PTH110
+        if self._found_file:
+            self._preempt(f"found the stop file {self._stop_file}")
 
     def _preempt(self, reason: str) -> None:
         self._agreement.request(reason, kind=PREEMPTED)
@@ -305,7 +287,9 @@ class StopTogether(EndsWithRun):
         if trainer.is_global_zero and "://" not in path:
             content = {"checkpoint": Path(path).name, "reason": reason}
             write_report(Path(path).with_name(PREEMPTED_FILE), json.dumps(content))
-        self._file.remove()
+        if self._stop_file is not None and self._found_file:  # else the resumed run would stop again
+            with suppress(OSError):
+                self._stop_file.unlink()
         goes_on = f"resume from {path}"
         if asks_slurm and trainer.is_global_zero:  # rank 0 alone requeues the job and says so
             refused = requeue_job()

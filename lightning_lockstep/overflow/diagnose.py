@@ -1,7 +1,4 @@
-"""Whether a bad value is an alarm, and which module made it: what a replay of its batch shows.
-
-``replay.py`` has the replay itself, and the remedies that are tried.
-"""
+"""Whether a bad value is an alarm, and which module made it: what a replay of its batch shows."""
 
 from __future__ import annotations
 
@@ -17,10 +14,6 @@ from lightning_lockstep.overflow.frames import FrameRecorder, Producer
 from lightning_lockstep.overflow.replay import OUTSIDE, Remedy, StepRecord, advice, is_divided, replay, search
 from lightning_lockstep.overflow.report import RankReport, ReportPublisher
 from lightning_lockstep.steps.capabilities import StepGradients, missing_capabilities
-
-_TOGETHER = (
-    "all ranks replayed a batch whose loss or gradients are not finite, to find the module that made them so."
-)
 
 
 class BadStepDiagnosis:
@@ -91,10 +84,11 @@ class BadStepDiagnosis:
         recorder = self._replay(record, alone=False)
         if self.publisher.all_arrive():
             return recorder
+        text = "All ranks replayed a batch whose loss or gradients are not finite, and the replay did not end on all."
         if recorder.error is None:
-            raise RuntimeError(f"Another rank did not finish the replay. ({_TOGETHER})")
+            raise RuntimeError(text)
         if hasattr(recorder.error, "add_note"):  # from Python 3.11 on
-            recorder.error.add_note(f"Raised in a replay: {_TOGETHER}")
+            recorder.error.add_note(text)
         raise recorder.error
 
     def _replay(self, record: StepRecord, *, alone: bool) -> FrameRecorder:
@@ -150,8 +144,7 @@ class BadStepDiagnosis:
             if recorder.error is not None:  # before the loss was there, which `found_bad_values` looks at
                 recorder.loss = record.loss
             report.clean = not recorder.found_bad_values
-        report.frames = list(recorder.frames)
-        report.producer, report.propagators = recorder.producer, recorder.propagators
+        report.frames, report.producer = list(recorder.frames), recorder.producer
         if report.producer is not None:
             return
         report.backward_producer = recorder.backward_producer

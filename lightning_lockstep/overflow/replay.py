@@ -84,27 +84,21 @@ def _shorter(
 def advice(producer: Producer) -> str:
     """Return advice as text, for when float32 modules cannot or do not help."""
     if producer.kind == "batch":
-        return "The batch itself holds nan or inf. Check the samples named above, and the code that prepares them."
+        return "Check the samples named above, and the code that prepares them."
     if producer.kind == "weight":
         return (
-            "An earlier optimizer step made the weights nan or inf. Lower the learning rate,"
-            " raise the optimizer's eps, or use action='skip' from the start of the run."
+            "An earlier step made the weights bad: lower the learning rate, raise the optimizer's eps, or use"
+            " action='skip' from the start."
         )
     meant = ""
     if producer.only_inf:
         names = ", ".join(repr(name) for name in producer.values)
         meant = f"If it may be infinite, such as in a mask, write OverflowDetector(allow_inf=[{names}]). "
+    other = "look for a logarithm or division of zero, or a mask that hides a whole row"
     if producer.low_precision:
         wider = "32-true" if producer.remarks.startswith("bfloat16") else "bf16-mixed or 32-true"
-        return (
-            f"{meant}Running modules in float32 did not help on this batch. Check the inputs of the first bad module"
-            f" (frames above), clip gradients, lower the learning rate, or train in {wider}."
-        )
-    return (
-        f"{meant}It computed in float32 already. If its weights or inputs have become huge (frames above), lower the"
-        " learning rate or clip gradients. Otherwise look for a logarithm or division of zero, an exponential of a"
-        " large number, or a mask that hides a whole row."
-    )
+        other = f"train in {wider}"
+    return f"{meant}Check its inputs (frames above), clip gradients, lower the learning rate, or {other}."
 
 
 def _inside(name: str, container: str) -> bool:

@@ -17,7 +17,6 @@ from lightning_lockstep._system import write_report
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, Gather, Gathered
 from lightning_lockstep.distributed.failure.attempt import attempt_on
-from lightning_lockstep.errors import MissingExtraError
 from lightning_lockstep.numerics.statistics import json_number
 from lightning_lockstep.overflow.frames import Frame, Producer
 from lightning_lockstep.overflow.replay import Occasion, Remedy
@@ -46,18 +45,18 @@ class RankReport:
     backward_frames: list[Frame] = field(default_factory=list)  # if the first bad value is a gradient
     producer: Producer | None = None  # of the first bad value in the forward
     backward_producer: Producer | None = None  # of the first bad gradient, from good ones
-    propagators: list[str] = field(default_factory=list)  # modules that passed it on
     gradients: list[str] = field(default_factory=list)  # a line for each bad one, as reduced over all ranks
     remedy: Remedy = field(default_factory=Remedy)
     notes: list[str] = field(default_factory=list)
     clean: bool | None = None  # replaying gave no bad value on this rank; None: it was not replayed
 
-    def head(self) -> str:
+    def conclusion(self) -> str:
         first = self.producer or self.backward_producer
-        rank = f"rank {self.rank} (host {self.host})"
-        lines = [f"{rank}: {_WITHOUT_PRODUCER[self.clean] if first is None else first.sentence()}"]
-        lines += [f"  {line}" for line in self.remedy.lines()]
-        return "\n".join(lines)
+        return _WITHOUT_PRODUCER[self.clean] if first is None else first.sentence()
+
+    def head(self) -> str:
+        first = f"rank {self.rank} (host {self.host}): {self.conclusion()}"
+        return "\n  ".join([first, *self.remedy.lines()])
 
     def text(self) -> str:
         loss = "none" if self.loss is None else f"{self.loss:.6g}"
@@ -66,18 +65,17 @@ class RankReport:
         for kind, frames in (("forward", forward), ("backward", self.backward_frames)):
             if frames:
                 lines += [f"Last {len(frames)} {kind} frames:", COLUMNS, *(frame.text() for frame in frames)]
-        lines.append("")
-        if self.producer is not None:
-            lines.append(f"Producer: {self.producer.sentence()}")
-        if self.backward_producer is not None:
-            lines.append(f"First bad gradient: {self.backward_producer.sentence()}")
-        if self.clean:
-            lines.append("Clean: replaying the batch on this rank produced no nan or inf.")
-        elif self.clean is False and self.producer is None and self.backward_producer is None:
-            lines.append(f"Producer: {_WITHOUT_PRODUCER[False]}.")
-        lines += _listed("Passed on by", self.propagators)
-        if self.rank == 0:  # they are the same on every rank
-            lines += _listed("Bad gradients (as reduced over all ranks)", self.gradients)
+        said = {
+            True: "Clean: replaying the batch on this rank produced no nan or inf.",
+            False: f"Producer: {self.conclusion()}",
+            None: self.conclusion(),
+        }
+        lines += ["", said[self.clean]]
+        if self.rank == 0 and self.gradients:  # they are the same on every rank
+            lines.append("Bad gradients (as reduced over all ranks):")
+            lines += [f"    {gradient}" for gradient in self.gradients[:_NAMED]]
+            if len(self.gradients) > _NAMED:
+                lines.append(f"    ... and {len(self.gradients) - _NAMED} more")
         lines += [f"Note: {note}" for note in self.notes]
         lines += self.remedy.lines()
         return "\n".join(lines)
@@ -98,13 +96,6 @@ def combined(occasion: Occasion, parts: Mapping[int, str], why: str) -> str:
     return "\n".join([title, *(parts[rank] for rank in sorted(parts))])
 
 
-def _listed(title: str, lines: Sequence[str]) -> list[str]:
-    if not lines:
-        return []
-    more = [f"    ... and {len(lines) - _NAMED} more"] if len(lines) > _NAMED else []
-    return [f"{title}:", *(f"    {line}" for line in lines[:_NAMED]), *more]
-
-
 def _frame_json(frame: Frame) -> dict[str, Any]:
     values = [
         {"label": v.label, "bad": v.bad, **(v.statistics.as_json() if v.statistics else {"kind": v.kind})}
@@ -120,13 +111,9 @@ _FLOOR = 1e-8
 
 def draw(reports: Sequence[Mapping[str, Any]]) -> bytes:
     """Return a PNG of the modules' outputs in the first report with a producer."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError(
-            "matplotlib", extra="plot", needed_for="the picture of an overflow"
-        ) from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     report = next((r for r in reports if r["producer"] or r["backward_producer"]), reports[0])
     frames = report["frames"] or report["backward_frames"]
     figure = Figure(figsize=(9, 7), layout="constrained")
@@ -258,6 +245,7 @@ class ReportPublisher:
         try:
             content = draw(reports)
         except Exception as error:
-            _log.warning("the picture of an overflow could not be drawn: %s: %s", type(error).__name__, error)
+            text = "the picture of an overflow could not be drawn (it needs: pip install '.[plot]'): %s: %s"
+            _log.warning(text, type(error).__name__, error)
         else:
             write_report(self.folder / f"{stem}.png", content)

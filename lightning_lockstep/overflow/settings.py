@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -15,8 +15,6 @@ from lightning_lockstep._settings import Faults, is_whole
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.numerics.statistics import NamePatterns
 from lightning_lockstep.steps.capabilities import missing_capabilities
-
-# -- The options of an OverflowDetector, checked --
 
 Mode = Literal["replay", "hooks"]
 Action = Literal["raise", "warn", "skip"]
@@ -48,16 +46,14 @@ class OverflowSettings:
         faults.whole("check_every_n_steps", self.check_every_n_steps, optional=True)
         last, what = self.abort_after_batch_num, "the number of a batch"
         faults.whole("abort_after_batch_num", last, least=0, what=what, optional=True)
-        are_numbers = _is_list_of(self.trace_batch_nums, lambda number: is_whole(number) and number >= 0)
         expected = "a list of batch numbers from 0, such as [1, 3]"
-        faults.check(are_numbers, "trace_batch_nums", self.trace_batch_nums, expected)
+        faults.list_of("trace_batch_nums", self.trace_batch_nums, lambda n: is_whole(n) and n >= 0, expected)
         for name in ("scale_floor", "timeout"):
             faults.number(name, getattr(self, name), above=0)
-        for name in ("allow_inf", "modules"):
-            given = getattr(self, name)
-            is_right = _is_list_of(given, lambda pattern: isinstance(pattern, str))
-            expected = "a list of name patterns, such as ['*.mask*']"
-            faults.check(is_right or (name == "modules" and given is None), name, given, expected)
+        expected = "a list of name patterns, such as ['*.mask*']"
+        faults.list_of("allow_inf", self.allow_inf, lambda pattern: isinstance(pattern, str), expected)
+        if self.modules is not None:
+            faults.list_of("modules", self.modules, lambda pattern: isinstance(pattern, str), expected)
         is_path = self.report_dir is None or isinstance(self.report_dir, (str, Path))
         faults.check(is_path, "report_dir", self.report_dir, "a folder, or None")
         if self.check_every_n_steps not in (None, 1) and self.action == "skip":
@@ -78,10 +74,6 @@ class OverflowSettings:
         return NamePatterns(("*",) if self.modules is None else self.modules)
 
 
-def _is_list_of(value: object, is_right: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(is_right, value))
-
-
 # -- What the detector cannot work with, refused before training --
 
 
@@ -98,17 +90,9 @@ def refuse_strategy(trainer: Trainer) -> None:
 
 def refuse_compiled(root: nn.Module) -> None:
     """Raise if hooks would not fire because ``torch.compile`` has compiled the module or part of it."""
-    compiled = [
-        name or type(root).__name__
-        for name, module in root.named_modules()
-        # Wrapped by torch.compile, or compiled in place.
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-    ]
-    if getattr(root, "_compiler_ctx", None) is not None:  # of a LightningModule
-        compiled.insert(0, type(root).__name__)
-    if compiled:
+    marks = "_orig_mod", "_compiled_call_impl", "_compiler_ctx"  # wrapped; in place; a LightningModule
+    if any(getattr(module, mark, None) is not None for module in root.modules() for mark in marks):
         raise ConfigurationError(
-            f"OverflowDetector(mode='hooks') was given a model compiled with torch.compile ({', '.join(compiled[:5])});"
-            " hooks do not fire reliably inside compiled code. Use mode='replay', which replays a failing batch"
-            " uncompiled, or leave torch.compile out to find the overflow."
+            "OverflowDetector(mode='hooks') was given a model compiled with torch.compile, in which hooks do not fire"
+            " reliably. Use mode='replay', which replays a failing batch uncompiled."
         )

@@ -7,9 +7,7 @@
     all:  gather a checksum of both results; if a pair differs, all ranks run that batch several times and
           compare what most of them get
 
-A wrong gradient of one rank is in the reduced gradients of all, so that their weights stay equal: only the same work
-done by another device shows it. Every rank enters each collective here, even if its own part has failed: its error is
-gathered with the results.
+Every rank enters each collective here, even if its own part has failed: its error is gathered with the results.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -163,22 +161,18 @@ class Audit:
                     named[name] = parameter.grad
             sums = Checksums(named).numbers()
             loss = listed([f"{value.float().sum().item():.9g}" for value in losses], 2)
-        return Result(loss, sums)
+        return Result(loss, sums, folded(sums.items()))
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """What a rank has computed from a micro-batch."""
 
     loss: str
     sums: Mapping[str, int]  # of losses and gradients, by name
-
-    @property
-    def fold(self) -> int:
-        return folded(self.sums.items())
+    fold: int  # of all sums
 
 
-_NOTHING = Result("-", {})
+_NOTHING = Result("-", {}, 0)
 
 
 @dataclass(frozen=True)
@@ -200,7 +194,7 @@ class Verdict:
         if counts[0][1] > counts[1][1]:
             return cls(groups, [rank for rank, folds in enumerate(votes) if {*folds} != {counts[0][0]}])
         if len(groups) == len(votes) > 2:
-            return cls(groups, [], _EACH_ITS_OWN)
+            return cls(groups, [], _NOT_DETERMINISTIC)
         return cls(groups, unstable)
 
     @property
@@ -209,12 +203,8 @@ class Verdict:
 
 
 _NOT_DETERMINISTIC = (
-    "ranks do not get the same bits when they run a step twice: torch.use_deterministic_algorithms(True) says which"
-    " operation it is, or chooses another one"
-)
-_EACH_ITS_OWN = (
-    "no two ranks get the same results from one batch with the same weights, buffers and random numbers, so the step"
-    " depends on what each rank alone holds, such as an attribute made from its earlier batches"
+    "the step is not deterministic (torch.use_deterministic_algorithms(True) says which operation), or depends on what"
+    " a rank alone holds, such as an attribute made from its earlier batches"
 )
 
 
@@ -267,12 +257,9 @@ def _kind_of(device: torch.device) -> str:
 
 def packed(value: Any) -> bytes:
     """Return a value as bytes, each tensor without the rest of the memory that it is a view of."""
-
-    def alone(tensor: Tensor) -> Tensor:
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
     file = io.BytesIO()
-    torch.save(pytree.tree_map_only(Tensor, alone, value), file)
+    copies = pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), value)
+    torch.save(copies, file)
     return file.getvalue()
 
 

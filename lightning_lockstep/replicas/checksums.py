@@ -240,8 +240,7 @@ def same_batches_text(trainer: Any, number: int, ranks: Sequence[int]) -> str:
     with contextlib.suppress(TypeError, NotImplementedError):
         if not streams and len(dataset) < trainer.world_size:  # type: ignore[arg-type]
             return ""  # samplers repeat some samples then
-    advice = "has an index: let the Trainer add the sampler (no use_distributed_sampler=False, a DataLoader of torch),"
-    advice += " or let your own sampler depend on the rank"
+    advice = "has an index: leave out use_distributed_sampler=False, or let your sampler depend on the rank"
     if streams:
         advice = "is iterable: give the strategy iterable_datasets='shard', or let its __iter__ yield each rank's share"
     loader = "the training loader" if len(loaders) == 1 else f"training loader {number} of {len(loaders)}"

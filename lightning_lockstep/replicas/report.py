@@ -185,23 +185,17 @@ def _reasons(
 def _reason_apart_from_steps(tensors: Mapping[str, Mapping[str, Parts]], answers: Answers) -> str:
     """Return the likely reason if settings and steps are equal, and gradients as far as they were seen."""
     unchanged = [name for name, _ in _changed_alone(tensors, answers)]
-    has_state = any(answer["sums"]["optimizer state"] for answer in answers.values())
     if unchanged:
         return (
             f"{listed(unchanged, 3)} changed on some ranks only, while settings and optimizer steps are equal: a hook"
             " or a callback wrote it on those ranks, or they alone loaded a checkpoint."
         )
-    if has_state and "optimizer state" not in tensors:
-        return (
-            "Settings, optimizer steps and the state of optimizers are equal, so gradients always were: a hook or a"
-            " callback wrote other weights on some ranks (with its own seed, for example), or a checkpoint was loaded"
-            " there alone."
-        )
     told = [*answers.values()]
     if told[0]["automatic"] or any(answer["gradients"] or not answer["sees_gradients"] for answer in told):
         return (
             "Settings and optimizer steps are equal, and so are the gradients that were looked at: a hook or a callback"
-            " wrote on some ranks only, or gradients of an earlier step were not reduced."
+            " wrote other weights on some ranks only, or they alone loaded a checkpoint, or gradients of an earlier"
+            " step were not reduced."
         )
     return (
         "No gradients were seen before the optimizers stepped: in manual optimization call self.manual_backward(loss),"

@@ -99,7 +99,7 @@ def _overflow(folder: RunFolder) -> Iterator[Finding]:
         if folder.is_of_earlier_attempt(name):
             continue
         lines = folder.text(str(PurePath(name).with_suffix(".txt"))).splitlines()
-        marks = ("Producer:", "First bad gradient:", "Remedy", "    in Python:", "    on the")
+        marks = ("Producer:", "Remedy", "    in Python:", "    on the")
         shown = [line for line in lines if line.startswith(("Detected inf/nan", *marks, "Advice:"))]
         text = folder.shown(str(PurePath(name).with_suffix(".txt")))
         evidence = _quoted("\n".join(dict.fromkeys(shown))) or "nan or inf"

@@ -146,7 +146,7 @@ def found(device: str) -> dict[str, Any]:
             "same data",
             ["ranks 0-1 work on the same batches", "Stream is iterable", "iterable_datasets='shard'"],
         ),
-        ("sampler off", ["work on the same batches", "no use_distributed_sampler=False"]),
+        ("sampler off", ["work on the same batches", "leave out use_distributed_sampler=False"]),
         ("weight decay", ["before the first step", "optimizer 0, group 0, weight_decay", "0.5"]),
         ("weights", ["last.bias", "before the first batch", "They were never found equal."]),
         ("unfrozen", ["first.weight", "frozen or missing when the model was wrapped"]),

@@ -32,7 +32,7 @@ def test_the_largest_is_taken_where_it_is_asked_for_with_a_warning(tmp_path):
     with pytest.warns(UserWarning, match=said):
         run.fit(net)
     assert net.batch_size == 64
-    with pytest.raises(BatchSizeError, match=r"'largest'.* ask for global batches of 16 and largest"):
+    with pytest.raises(BatchSizeError, match=r"'largest'.* ask for global batches of largest and 16"):
         trainer(tmp_path, largest(), EffectiveBatchSize(16)).fit(Walled())
     with pytest.raises(
         BatchSizeError, match="2 EffectiveBatchSize ask for global batches of 16 and 32: expected"
