@@ -340,8 +340,7 @@ def _named(rank: int, hosts: Hosts) -> str:
 
 
 def _table(sums: Sums, hosts: Hosts) -> str:
-    parts = ("data loading", "forward and backward", "callbacks", "waiting")
-    headings = ("rank", "host", *parts, "was last", "share of lost time")
+    headings = ("rank", "host", *PARTS, "waiting", "was last", "share of lost time")
     rows = []
     for rank, means in enumerate(sums.means):
         times = [f"{seconds * 1000:.1f}" for seconds in means] if sums.seen[rank] else ["-"] * 4

@@ -13,8 +13,8 @@ from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.logs import logger
-from lightning_lockstep.logs.formats import ConsoleHandler, ConsoleTakeover, RankFile, WarningHandler
-from lightning_lockstep.logs.logger import LineSender, sender_on
+from lightning_lockstep.logs.formats import ConsoleHandler, RankFile, WarningHandler, take_over_console
+from lightning_lockstep.logs.logger import LineSender
 
 # How long rank 0 waits at the end of a run for lines of other ranks that are under way [s].
 _AT_THE_END = 1.0
@@ -66,7 +66,7 @@ class RankOrderedLogging(EndsWithRun):
         _active = self
         communicator = current_communicator()
         if communicator.world_size > 1:
-            self._sender = sender_on(communicator.side_channel)
+            self._sender = communicator.side_channel.get_or_create(LineSender)
             if self._sender.collector is not None:
                 self._sender.collector.windows.timeout = self.order_timeout
         console = ConsoleHandler(communicator.rank, level=self.level)
@@ -83,7 +83,7 @@ class RankOrderedLogging(EndsWithRun):
             handlers.append(file)
             logger.local_handlers.append(file)
             self.at_end.callback(logger.local_handlers.remove, file)
-        self.at_end.callback(ConsoleTakeover(handlers).end)
+        take_over_console(handlers, self.at_end)
         # Under pytest, which collects warnings itself, this does nothing with them.
         if warnings.showwarning.__module__ == "warnings":
             logging.captureWarnings(True)

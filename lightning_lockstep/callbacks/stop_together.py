@@ -20,11 +20,7 @@ from lightning_lockstep._system import write_report
 from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import PREEMPTED_FILE
-from lightning_lockstep.distributed.coordination.stop_agreement import (
-    StepAgreement,
-    StopDecision,
-    stop_agreement,
-)
+from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement, StopDecision
 from lightning_lockstep.distributed.failure.process_exit import exit_plan
 from lightning_lockstep.distributed.process_group import current_group
 from lightning_lockstep.errors import Preempted
@@ -103,7 +99,7 @@ def check_breakpoint(*, reset: bool = False) -> StopDecision | None:
 def connect() -> StepAgreement:  # on every rank, the first time
     """Return the agreement of the current process group, and pass on what was requested before it existed."""
     global _active, _process
-    agreement = stop_agreement(current_communicator().side_channel)
+    agreement = current_communicator().side_channel.get_or_create(StepAgreement)
     with _lock:
         _active, _process = agreement, os.getpid()
         while _early_requests:

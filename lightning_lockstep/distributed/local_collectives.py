@@ -11,7 +11,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from inspect import unwrap
 from traceback import walk_stack
@@ -101,12 +100,8 @@ def _unanswered(operation: str, why: str) -> UnansweredCollectiveError:
     )
 
 
-@dataclass
-class LocalAnswers:
-    count: int = 0  # of collectives that were answered so far
-
-
-_answers: list[LocalAnswers] = []  # of all threads; the innermost is last
+# The operators that were answered so far, of all threads; the innermost list is last.
+_answers: list[list[str]] = []
 
 
 def answered_locally() -> bool:
@@ -115,9 +110,9 @@ def answered_locally() -> bool:
 
 
 @contextmanager
-def local_collectives() -> Iterator[LocalAnswers]:
-    """Answer every collective of ``torch.distributed`` on this rank, in all threads of the process."""
-    answers = LocalAnswers()
+def local_collectives() -> Iterator[list[str]]:
+    """Answer every collective of ``torch.distributed`` on this rank, in all threads; yields the operators answered."""
+    answers: list[str] = []
     _answers.append(answers)
     try:
         with torch.library._scoped_library("c10d", "IMPL") as library:
@@ -169,7 +164,7 @@ def answer(
     splits: Sequence[Any] = (None, None),  # rows for and of each rank; none or empty: equal ones
 ) -> Any:
     """Answer one collective in place, and return a work handle that is complete."""
-    _answers[-1].count += 1
+    _answers[-1].append(name)
     for targets, source in _copies(name, group.rank(), group.size(), tensors, root, splits):
         for target in targets:
             if target.numel() != source.numel():

@@ -116,11 +116,7 @@ def is_own(address: str) -> bool:
 
 
 # -- The secret that the ranks of one job share, and what is made of it: keys of the side channel, signatures --
-#
-# Whoever starts the ranks makes the token and hands it on in their environment, where only processes of the same user
-# can read it. If no launcher of ours starts them (``torchrun``, ``srun``) and all are on one host, each derives it from
-# a file that only its user can read. On several hosts, rank 0 makes it and leaves it next to its address in the store
-# of the process group: as safe as that store is. ``docs/security.md`` has the table.
+# docs/security.md says who makes the token and who knows it.
 
 _SIGNATURE = hashlib.sha256().digest_size
 # Variables that tell a job of this user on this host from another one.

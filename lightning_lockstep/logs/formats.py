@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,8 @@ class TextFormat(logging.Formatter):
         return f"{host}:{ranges(ranks)}"
 
 
-class JsonFormat(logging.Formatter):
+class JsonFormat(TextFormat):
     """One JSON object a line, with what the caller passed as ``extra`` under its own names."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
 
     def format(self, record: logging.LogRecord) -> str:
         ranks, hosts = _origin(record, self.rank)
@@ -126,35 +123,22 @@ class WarningHandler(logging.Handler):
         self._sender.send(call_of(record), WARNING)
 
 
-class ConsoleTakeover:
-    """Replaces the console handlers of all loggers: of the root, of Lightning and of any other."""
-
-    def __init__(self, handlers: list[logging.Handler]) -> None:
-        self.handlers = handlers
-        self._removed: list[tuple[logging.Logger, logging.Handler]] = []
-        self._propagation: list[logging.Logger] = []
-        root = logging.getLogger()
-        known = logging.Logger.manager.loggerDict.values()
-        for logger in [root, *(one for one in known if isinstance(one, logging.Logger))]:
-            own = [handler for handler in logger.handlers if _writes_to_console(handler)]
-            for handler in own:
-                logger.removeHandler(handler)
-                self._removed.append((logger, handler))
-            if own and logger is not root and not logger.propagate and not logger.handlers:
-                logger.propagate = True
-                self._propagation.append(logger)
-        for handler in self.handlers:
-            root.addHandler(handler)
-
-    def end(self) -> None:
-        root = logging.getLogger()
-        for handler in self.handlers:
-            root.removeHandler(handler)
-            handler.close()
-        for logger, handler in self._removed:
-            logger.addHandler(handler)
-        for logger in self._propagation:
-            logger.propagate = False
+def take_over_console(handlers: list[logging.Handler], at_end: ExitStack) -> None:
+    """Replace the console handlers of all loggers, of the root, of Lightning and of any other, until ``at_end``."""
+    root = logging.getLogger()
+    known = logging.Logger.manager.loggerDict.values()
+    for logger in [root, *(one for one in known if isinstance(one, logging.Logger))]:
+        own = [handler for handler in logger.handlers if _writes_to_console(handler)]
+        for handler in reversed(own):  # so that they come back in their order
+            logger.removeHandler(handler)
+            at_end.callback(logger.addHandler, handler)
+        if own and logger is not root and not logger.propagate and not logger.handlers:
+            logger.propagate = True
+            at_end.callback(setattr, logger, "propagate", False)
+    for handler in handlers:
+        root.addHandler(handler)
+        at_end.callback(handler.close)
+        at_end.callback(root.removeHandler, handler)
 
 
 def _writes_to_console(handler: logging.Handler) -> bool:

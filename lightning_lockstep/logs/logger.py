@@ -182,8 +182,6 @@ def extra_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
-    if not extra:
-        return extra
     try:
         copy: dict[str, Any] = json.loads(json.dumps(extra, default=str))
     except (TypeError, ValueError):  # keys that JSON cannot hold, a list that holds itself
@@ -228,11 +226,6 @@ class LineSender:
                 _print_here(call, self.channel.rank, f"[rank {self.channel.rank}, {why}] ")
 
 
-def sender_on(channel: SideChannel) -> LineSender:
-    """Return the sender of a side channel, made on the first call; on rank 0 the collector is made with it."""
-    return channel.get_or_create(LineSender)
-
-
 def _send(call: LogCall) -> bool:
     """Send a line now, or once rank 0 has opened the channel; return whether either is possible."""
     global _waiter
@@ -262,7 +255,7 @@ def _find_sender() -> LineSender | None:
         channel = side_channel_if_open(open_if_easy=group.rank == 0)
         if channel is None:
             return None
-        _cached = group, sender_on(channel)
+        _cached = group, channel.get_or_create(LineSender)
     sender = _cached[1]
     # A forked process has this object but not its threads.
     if sender is None or not sender.channel.usable or sender.process != os.getpid():

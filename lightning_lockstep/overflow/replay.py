@@ -204,7 +204,7 @@ def replay(
             place=record.place,
         )
         recorder.finish()
-    recorder.answered = answers.count
+    recorder.answered = len(answers)
 
 
 def _called_by(module: LightningModule, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

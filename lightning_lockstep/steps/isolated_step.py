@@ -29,7 +29,7 @@ from lightning_lockstep._lightning import (
     is_param_in_hook_signature,
 )
 from lightning_lockstep.distributed.ddp_reducer import ddp_of
-from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
+from lightning_lockstep.distributed.local_collectives import local_collectives
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import assigned, do_nothing, replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, Gradients, ModuleAttributes, RandomState, restored
@@ -42,7 +42,7 @@ def isolated(
     *,
     answer_collectives: bool = True,  # False: every rank runs the body, and its collectives are real
     plain_module: bool = True,  # False: the strategy's wrapper or engine makes the steps
-) -> Iterator[LocalAnswers]:
+) -> Iterator[list[str]]:
     """Keep steps of the body from callbacks, loggers, the profiler and other ranks."""
     # The strategy runs the module itself and not its distributed wrapper, so no gradient is reduced. ``self.log`` does
     # nothing. Collectives are answered on this rank, as if every rank held what this rank holds; see
@@ -67,7 +67,7 @@ def isolated(
             # Manual optimization counts the steps of the run in these hooks, and removes them after each step.
             hooks = {"_on_before_step": one._on_before_step, "_on_after_step": one._on_after_step}
             stack.enter_context(replaced(one, **hooks))
-        answers = LocalAnswers()
+        answers: list[str] = []
         if answer_collectives:
             # Its other methods use operations on tensors, which are answered; this one receives an object.
             stack.enter_context(replaced(strategy, broadcast=lambda obj, *args, **kwargs: obj))
@@ -86,7 +86,7 @@ def from_a_state(
     *,
     weight: float = 1.0,  # by which a strategy of this package multiplies the loss
     answer_collectives: bool = True,
-) -> Iterator[LocalAnswers]:
+) -> Iterator[list[str]]:
     """Isolate the body and start it from a state; restore gradients, their flags, buffers, attributes, random state."""
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds

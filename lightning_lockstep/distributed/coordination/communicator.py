@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lockstep._settings import Faults
-from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed.process_group import (
     RankGroup,
     current_group,
@@ -28,15 +27,8 @@ from lightning_lockstep.distributed.process_group import (
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.distributed.side_channel.gather import Gather
 from lightning_lockstep.distributed.side_channel.opening import close_side_channel, open_side_channel
-from lightning_lockstep.errors import CollectiveStallError, ConfigurationError, RankFailedError
+from lightning_lockstep.errors import ConfigurationError, RankFailedError
 
-ReduceOperation = Literal["sum", "mean", "min", "max"]
-_OPERATIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,  # gloo has no average; divided afterwards
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
 _Object = TypeVar("_Object")
 
 
@@ -93,12 +85,10 @@ class Communicator:
         dist.all_to_all_single(coming, own, expected, sent, group=self._group)
         return coming.numpy().tobytes()
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum") -> Tensor:
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "min", "max"] = "sum") -> Tensor:
         """Reduce a CPU tensor over all ranks, in place, and return it. Ranks: all, together; one all-reduce."""
         if self.world_size > 1:
-            dist.all_reduce(tensor, _OPERATIONS[op], group=self._group)
-            if op == "mean":
-                tensor.div_(self.world_size)
+            dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self._group)
         return tensor
 
     def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -201,10 +191,8 @@ def _forget_meshes() -> None:
 
 def _at_exit() -> None:
     shut_down()
-    # A thread of gloo lets go of the tensors of an operation a moment after it has said that the operation is done. If
-    # Python ends in this moment, the thread cannot get Python's lock to do so, is ended in the middle, and C++ answers
-    # with an abort: "terminate called without an active exception", and exit code 134 of a rank that has done its work.
-    # Seen with torch 2.13 (`ProcessGroupGloo::runLoop`).
+    # A thread of gloo frees the tensors of an operation a moment after the operation is done, and needs Python's lock
+    # for it: if Python has ended by then, the process aborts with exit code 134 (torch 2.13).
     deadline, at_rest = time.monotonic() + _GLOO_RESTS_WITHIN, 0
     while at_rest < 2 and time.monotonic() < deadline:
         time.sleep(0.001)  # Python's lock is free meanwhile, for whoever waits for it
@@ -264,14 +252,7 @@ def in_rank_order(*, per_node: bool = False, timeout: float = 1800.0) -> Iterato
 
     def barrier(turn: int, text: str = "") -> list[str]:
         """Return what every rank says at the end of a turn."""
-        gathered = gather.collect(f"{block}/{turn}", text)
-        if gathered.missing:
-            raise CollectiveStallError(
-                f"rank {communicator.rank} waited {timeout:.0f} s in in_rank_order() for"
-                f" {ranks_in_words(gathered.missing)}, which never entered the block or did not leave it. Every rank"
-                " must enter the block; a longer `timeout` gives slow ranks more time."
-            )
-        return list(gathered.entries.values())
+        return gather.collect(f"{block}/{turn}", text).complete("The end of a turn in in_rank_order()")
 
     nodes = barrier(-1, communicator.host if per_node else "")
     turn_of = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]

@@ -209,8 +209,3 @@ class StepAgreement:
     def _leave_after(self, decision: StopDecision) -> None:
         self._committed, self._attention = decision, True
         self.channel.news.notify_all()
-
-
-def stop_agreement(channel: SideChannel) -> StepAgreement:
-    """Return the agreement of a side channel on leaving together; the same one while the channel lives."""
-    return channel.get_or_create(StepAgreement)

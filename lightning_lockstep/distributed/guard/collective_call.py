@@ -145,11 +145,7 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
     is_same = len({(call.group, call.number) for call in calls.values()}) == 1
     titles, dtypes, shapes = map(set, zip(*(c.compared() for c in calls.values()), strict=True))
     if _only_batches_differ(calls.values()):
-        return (
-            "One rank called more collectives in a batch than another, such as those of an extra backward, so values"
-            " of different batches would be reduced together. In each batch, run as many backward passes and call as"
-            " many collectives on every rank."
-        )
+        return "In each batch, run as many backward passes and call as many collectives on every rank."
     is_elsewhere = is_same and len(sites) > 1 and all(sites) and not first.uneven
     if _by_fsdp(calls):
         return (
@@ -165,8 +161,7 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
     if sites == {BACKWARD}:
         return (
             "DDP averages gradients in backward, but the ranks have brought different ones: run as many backward"
-            " passes on every rank, let each loss depend on the same parameters, and give every rank the same"
-            " bucket_cap_mb."
+            " passes on every rank, and let each loss depend on the same parameters."
         )
     dtype, shape = len(dtypes) > 1, len(shapes) > 1
     if shape and not dtype and first.operation in ALL_TO_ALL:

@@ -213,7 +213,7 @@ _C10D = "torch.distributed.distributed_c10d"
 
 class Position(NamedTuple):
     site: str  # the nearest place in the user's own program
-    stack: tuple[str, ...]  # lines, the innermost frame last, as in a traceback
+    stack: Sequence[str]  # lines, the innermost frame last, as in a traceback
     # The function of torch.distributed that it is in, such as ``broadcast``; empty if it is in none.
     function: str = ""
     arguments: Mapping[str, str] = {}  # of that function, those that reports show: ``op``, ``src``, ``dst``
@@ -262,7 +262,7 @@ class DiagnosisRequest(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class RankState:
     rank: int
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # ranks of each group that it is in
+    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)  # ranks of each group that it is in
     outstanding: tuple[Outstanding, ...] = ()  # the oldest incomplete collective of each group that has one
     calls: tuple[RecordedCall, ...] = ()  # the last ones of all groups, oldest first
     seconds_since_call: float | None = None  # since its last call, by its host's clock; None without one
@@ -274,15 +274,10 @@ class RankState:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RankState:
         """Return the state from the data of ``asdict``, also if JSON has made lists of its tuples."""
-        calls = (RecordedCall(CollectiveCall.from_data(call), *rest) for call, *rest in data["calls"])
-        site, stack, *rest = data["position"]
-        made: dict[str, Any] = {
-            "groups": {title: tuple(ranks) for title, ranks in data["groups"].items()},
-            "outstanding": tuple(Outstanding(*one) for one in data["outstanding"]),
-            "calls": tuple(calls),
-            "position": Position(site, tuple(stack), *rest),
-        }
-        return cls(**{**data, **made})
+        calls = tuple(RecordedCall(CollectiveCall.from_data(call), *rest) for call, *rest in data["calls"])
+        waits = tuple(Outstanding(*one) for one in data["outstanding"])
+        position = Position(*data["position"])
+        return cls(**{**data, "calls": calls, "outstanding": waits, "position": position})
 
     @functools.cached_property  # because it is read for each pair of ranks
     def calls_of(self) -> Mapping[str, dict[int, CollectiveCall]]:

@@ -233,15 +233,9 @@ class _Case:
                 stack = "\n".join(f"      {frame}" for frame in self.states[rank].position.stack)
                 text += f"\n\n    Stack of rank {rank} (innermost frame last):\n{stack}"
         if has_left:
-            remedy = (
-                "That program ended after fewer collectives than the others: look for a call that it skipped, or a"
-                " shorter loop, such as one over fewer batches."
-            )
+            remedy = "That program ended earlier than the others: look for a collective that it skipped."
         elif all_silent:
-            remedy = (
-                "Look at each silent process and its host. One that is stopped (Ctrl-Z, a debugger, SIGSTOP) continues"
-                " after kill -CONT with its number."
-            )
+            remedy = "Look at each silent process; one that is stopped (Ctrl-Z, SIGSTOP) continues after kill -CONT."
         else:
             remedy = (
                 "Look at what keeps it there: every rank must call the same collectives. If it only needs longer, give"

@@ -241,11 +241,7 @@ def _verifier_of(group: dist.ProcessGroup) -> _GroupVerifier | None:
     _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
     if type(group) is not dist.ProcessGroup or group.size() < 2 or store is None:
         return None
-    # Only the backends of a group know its timeout.
-    timeouts = (getattr(group._get_backend(one).options, "_timeout", None) for one in group._device_types)
-    timeout = next(filter(None, timeouts), dist.default_pg_timeout)
-    title, ranks = group_titles().get(group.group_name, (group.group_name, tuple(range(group.size()))))
-    return _GroupVerifier(title, ranks, group.rank(), store, timeout.total_seconds())
+    return _GroupVerifier(group, store)
 
 
 @dataclass
@@ -281,16 +277,13 @@ def _tells_completion(work: dist.Work) -> bool:
 class _GroupVerifier:
     """Compares the calls of one group; used by the thread that holds its lock."""
 
-    def __init__(
-        self,
-        title: str,
-        ranks: Sequence[int],  # numbers in the default group, in the order of this group
-        rank: int,  # of this process in the group
-        store: dist.Store,
-        timeout: float,  # how long operations of the group wait for other ranks [s]
-    ) -> None:
-        self._title, self._ranks, self._rank = title, ranks, rank
-        self._store, self._timeout = store, timeout
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store) -> None:
+        default = group.group_name, tuple(range(group.size()))
+        self._title, self._ranks = group_titles().get(group.group_name, default)
+        self._store, self._rank = store, group.rank()
+        # Only the backends of a group know how long its operations wait for other ranks.
+        timeouts = (getattr(group._get_backend(one).options, "_timeout", None) for one in group._device_types)
+        self._timeout = next(filter(None, timeouts), dist.default_pg_timeout).total_seconds()
         self._count = 0  # of calls so far
         self.last: _LastCall | None = None
         # The description and the hash of each kind of call, by its signature, for the next call like it.

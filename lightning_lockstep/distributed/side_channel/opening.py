@@ -96,7 +96,12 @@ def open_on(group: RankGroup) -> ZeroMQSideChannel:
         offer = [channel.address, None if token else made, fingerprint(made)]
         group.store.set(_KEY, json.dumps(offer))
         return channel
-    address, given, print_of_main = json.loads(_offer_of_main(group))
+    try:
+        address, given, print_of_main = json.loads(group.store.get(_KEY))
+    except DistError as error:
+        raise LaunchError(
+            f"Rank 0 has not opened the side channel: look at what it printed. Torch said: {first_line(error)}"
+        ) from error
     if fingerprint(given or token or "") != print_of_main:
         raise LaunchError(
             f"Rank {group.rank} of {group.world_size} has another {JOB_TOKEN} than rank 0, or none. Give every rank of"
@@ -110,16 +115,3 @@ def open_on(group: RankGroup) -> ZeroMQSideChannel:
             f" within {_CONNECT_FOR:.0f} s. Let TCP connections between the ranks' hosts through (any port)."
         )
     return channel
-
-
-def _offer_of_main(group: RankGroup) -> bytes:
-    try:
-        return bytes(group.store.get(_KEY))
-    except DistError as error:
-        # Torch gives the store of a group the group's own timeout; its annotations leave the attribute out.
-        seconds = group.store.timeout.total_seconds()  # type: ignore[attr-defined]
-        raise LaunchError(
-            f"Rank {group.rank} of {group.world_size} waited up to {seconds:.0f} s for rank 0 to open the side"
-            " channel. Rank 0 has not got there: look at what it printed, or give the process group a longer timeout."
-            f" What torch said: {first_line(error)}"
-        ) from error

@@ -149,7 +149,7 @@ def answers(rank: int) -> dict[str, Any]:
             "refused": refused(rank),
         }
         dist.barrier()
-        assert local.count > 20
+        assert len(local) > 20
     return found
 
 
