@@ -216,8 +216,7 @@ def settings_and_options(
         if parameter.kind is parameter.KEYWORD_ONLY
     }
     faults = Faults()
-    unknown = [name for name in options if name not in known]
-    faults.unknown(unknown, {*known, *own}, owner=strategy.__name__)
+    faults.unknown(options, {*known, *own}, owner=strategy.__name__)
     faults.raise_all()
     handed_on = {name: value for name, value in options.items() if name not in names}
     return settings_of(settings, {**given, **options}), handed_on
