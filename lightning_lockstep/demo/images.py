@@ -74,13 +74,13 @@ class DigitsData(GlobalBatchDataModule):
         images, labels = images[order], labels[order]
         val = round(len(labels) * self.val_fraction)
         test = round(len(labels) * self.test_fraction)
-        sizes = [len(labels) - val - test, val, test]
-        parts = zip(
-            ("train", "val", "test"), torch.split(images, sizes), torch.split(labels, sizes), strict=True
-        )
-        self._splits = {name: TensorDataset(x, y) for name, x, y in parts}
+        train = len(labels) - val - test
+        bounds = {"train": (0, train), "val": (train, train + val), "test": (train + val, len(labels))}
+        self._splits = {
+            name: TensorDataset(images[start:end], labels[start:end]) for name, (start, end) in bounds.items()
+        }
         if self.augment:
-            self._splits["train"] = _Augmented(images[: sizes[0]], labels[: sizes[0]])
+            self._splits["train"] = _Augmented(images[:train], labels[:train])
 
 
 class _Augmented(TensorDataset):
