@@ -45,9 +45,9 @@ def public(name: str) -> Any:
 
 # -- Which program this process is, as far as an import of the package has to know --
 
-#: The commands that answer without torch and Lightning, and their modules.
+#: The commands that answer without torch and Lightning, and their modules, each with a dot at its end.
 _COMMANDS = ("lockstep-doctor", "lockstep-train")
-_MODULES = ("lightning_lockstep.doctor", "lightning_lockstep.train")
+_MODULES = ("lightning_lockstep.doctor.", "lightning_lockstep.train.")
 
 
 def is_command() -> bool:
@@ -59,61 +59,41 @@ def is_command() -> bool:
     program = sys.argv[0] if sys.argv else ""
     if program != "-m":  # what Python puts there until it has found the module of `python -m`
         return PurePath(program).name in _COMMANDS
-    commands = tuple(f"{name}." for name in _MODULES)
     modules = [after for option, after in pairwise(sys.orig_argv) if option == "-m"]
-    return bool(modules) and f"{modules[0]}.".startswith(commands)
+    return bool(modules) and f"{modules[0]}.".startswith(_MODULES)
 
 
 # -- Which strategy names ``Trainer(strategy="...")`` knows, and how each is made --
 
-_DDP_START_METHODS = {
-    "lockstep_ddp": ("popen", "DDP that keeps all ranks in step"),
-    "lockstep_ddp_spawn": ("spawn", "lockstep_ddp with spawned ranks"),
-    "lockstep_ddp_fork": ("fork", "lockstep_ddp with forked ranks"),
-    "lockstep_ddp_notebook": ("fork", "lockstep_ddp for notebooks"),
-}
 
-
-def _make(module: str, name: str, **arguments: Any) -> Any:
-    cls = getattr(import_module(f"lightning_lockstep.{module}"), name)
-    return cls(**arguments)
-
-
-def _register(name: str, description: str, module: str, cls: str, **arguments: Any) -> None:
-    # Not above: it imports torch, which the doctor's processes have to do without.
-    from lightning_lockstep._lightning import StrategyRegistry
-
-    if name not in StrategyRegistry:
-        factory: Callable[..., Any] = partial(_make, module, cls)
-        StrategyRegistry.register(name, factory, description=description, **arguments)
+def _make(cls: str, **arguments: Any) -> Any:
+    return public(cls)(**arguments)
 
 
 def register_strategies() -> None:
     """Register every strategy by name; a strategy's own module is imported when it is first made."""
-    for name, cls, text in (
-        ("mpi", "LockstepMPIStrategy", "DDP over MPI, started by mpirun or srun"),
-        ("xla", "LockstepXLAStrategy", "one process for each XLA device"),
-        ("xla_spmd", "LockstepXLASPMDStrategy", "one process over all XLA devices"),
-    ):
-        _register(f"lockstep_{name}", text, f"strategies.{name}", cls)
-    deepspeed = partial(_register, module="strategies.deepspeed", cls="LockstepDeepSpeedStrategy")
-    deepspeed("lockstep_deepspeed", "DeepSpeed that keeps all ranks in step")
+    # Not above: it imports torch, which the doctor's processes have to do without.
+    from lightning_lockstep._lightning import StrategyRegistry
+
+    ddp, deepspeed, fsdp = "LockstepDDPStrategy", "LockstepDeepSpeedStrategy", "LockstepFSDPStrategy"
+    known: dict[str, tuple[str, dict[str, Any]]] = {
+        "mpi": ("LockstepMPIStrategy", {}),
+        "xla": ("LockstepXLAStrategy", {}),
+        "xla_spmd": ("LockstepXLASPMDStrategy", {}),
+        "fsdp": (fsdp, {}),
+        "fsdp_offload": (fsdp, {"offload": "cpu"}),
+        "deepspeed": (deepspeed, {}),
+    }
     for stage in (1, 2, 3):
-        text = f"lockstep_deepspeed, ZeRO stage {stage}"
-        deepspeed(f"lockstep_deepspeed_stage_{stage}", text, stage=stage)
         parts = {"offload_optimizer": "cpu"} | ({"offload_param": "cpu"} if stage == 3 else {})
-        deepspeed(f"lockstep_deepspeed_stage_{stage}_offload", f"{text}, offloaded", stage=stage, **parts)
-    fsdp = partial(_register, module="strategies.fsdp", cls="LockstepFSDPStrategy")
-    fsdp("lockstep_fsdp", "a model divided among the ranks by torch's fully_shard")
-    fsdp("lockstep_fsdp_offload", "lockstep_fsdp, with the parts in the memory of the host", offload="cpu")
-    ddp = partial(_register, module="strategies.ddp", cls="LockstepDDPStrategy")
-    for name, (method, text) in _DDP_START_METHODS.items():
-        ddp(name, text, start_method=method)
+        known[f"deepspeed_stage_{stage}"] = deepspeed, {"stage": stage}
+        known[f"deepspeed_stage_{stage}_offload"] = deepspeed, {"stage": stage, **parts}
+    for suffix, method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+        known[f"ddp{suffix}"] = ddp, {"start_method": method}
         # Lightning has both for its own, and its error messages advise the first.
         for value in (True, False):
-            ddp(
-                f"{name}_find_unused_parameters_{str(value).lower()}",
-                f"{text}, find_unused_parameters={value}",
-                start_method=method,
-                find_unused_parameters=value,
-            )
+            given = {"start_method": method, "find_unused_parameters": value}
+            known[f"ddp{suffix}_find_unused_parameters_{str(value).lower()}"] = ddp, given
+    for name, (cls, arguments) in known.items():
+        if f"lockstep_{name}" not in StrategyRegistry:
+            StrategyRegistry.register(f"lockstep_{name}", partial(_make, cls), **arguments)

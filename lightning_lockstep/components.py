@@ -9,27 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_lockstep._lightning import (
-    CSVLogger,
-    LearningRateMonitor,
-    MLFlowLogger,
-    ModelCheckpoint,
-    TensorBoardLogger,
-    Trainer,
-    WandbLogger,
-)
-
-__all__ = [
-    "CSVLogger",
-    "LearningRateMonitor",
-    "MLFlowLogger",
-    "ModelCheckpoint",
-    "TensorBoardLogger",
-    "Trainer",
-    "WandbLogger",
-    "as_list",
-    "strategy_name",
-]
+from lightning_lockstep._lightning import CSVLogger as CSVLogger
+from lightning_lockstep._lightning import LearningRateMonitor as LearningRateMonitor
+from lightning_lockstep._lightning import MLFlowLogger as MLFlowLogger
+from lightning_lockstep._lightning import ModelCheckpoint as ModelCheckpoint
+from lightning_lockstep._lightning import TensorBoardLogger as TensorBoardLogger
+from lightning_lockstep._lightning import Trainer as Trainer
+from lightning_lockstep._lightning import WandbLogger as WandbLogger
 
 
 def as_list(**components: Any) -> list[Any]:

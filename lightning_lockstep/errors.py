@@ -1,23 +1,4 @@
-"""Every error this package raises on purpose.
-
-    LockstepError
-    ├── ConfigurationError(ValueError)       given, expected, how to fix it; all errors at once
-    ├── MissingExtraError(ImportError)       names the extra to install
-    ├── CollectiveError(RuntimeError)
-    │   ├── CollectiveMismatchError          ranks called different operations, shapes or dtypes
-    │   └── CollectiveStallError             a rank did not arrive in time
-    ├── RankFailedError(RuntimeError)        another rank failed: which, host, step, its traceback
-    ├── ReplicaMismatchError(RuntimeError)   ranks hold different weights, or work on the same data
-    ├── OverflowDetectedError(ArithmeticError)
-    ├── BatchSizeError(RuntimeError)         no batch size fits, or the search is not possible here
-    ├── MetricMissingError(RuntimeError)     a monitored metric that no rank, or not every rank, has logged
-    └── LaunchError(RuntimeError)            ssh, mpirun, hostfile, slots, world-size disagreement
-
-    Preempted(SystemExit)                    no error: all ranks have saved a checkpoint and exit together
-
-Each class also derives from the built-in error a reader would expect, so that code which catches
-``ValueError`` or ``RuntimeError`` keeps working.
-"""
+"""Every error this package raises on purpose; each is also the built-in one that a reader would expect."""
 
 from __future__ import annotations
 
@@ -67,7 +48,9 @@ class ConfigurationError(LockstepError, ValueError):
 
     def __init__(self, faults: str | Sequence[str]) -> None:
         self.faults: tuple[str, ...] = (faults,) if isinstance(faults, str) else tuple(faults)
-        super().__init__(_numbered(self.faults))
+        listed = [f"  {i}. {fault}" for i, fault in enumerate(self.faults, 1)]
+        several = "\n".join([f"{len(listed)} settings cannot be used:", *listed])
+        super().__init__(self.faults[0] if len(listed) == 1 else several)
 
     def __reduce__(self) -> tuple[type[ConfigurationError], tuple[tuple[str, ...]]]:
         return type(self), (self.faults,)
@@ -225,11 +208,3 @@ class LaunchError(LockstepError, RuntimeError):
 
     Ranks: raised before the process group exists; on every rank that can know.
     """
-
-
-def _numbered(faults: Sequence[str]) -> str:
-    if len(faults) == 1:
-        return faults[0]
-    return "\n".join(
-        [f"{len(faults)} settings cannot be used:"] + [f"  {i}. {f}" for i, f in enumerate(faults, 1)]
-    )

@@ -238,7 +238,7 @@ class AutoBatchSize(BatchSizeFinder, EndsWithRun):
         """Return where the batch size is kept; if none is asked for, a fit keeps its global batch as configured."""
         # A hook that makes a loader may read the accumulation. A keeper sets its own later, from the size found.
         accumulate = trainer.accumulate_grad_batches if self._keeper is None else 1
-        with restored(RandomState.capture()), replaced(trainer, accumulate_grad_batches=accumulate):
+        with restored(RandomState()), replaced(trainer, accumulate_grad_batches=accumulate):
             place = BatchLoaders(trainer, module, self.batch_arg_name)
         if len(place.loaders) > 1 and not in_fit(trainer):
             raise SearchRefusedError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -73,14 +72,11 @@ class GlobalBatchDataModule(LightningDataModule):
         return self._loader("test")
 
     def _loader(self, split: str, **options: Any) -> DataLoader[Any]:
-        dataset = self._splits[split]
-        collate: Callable[..., Any] | None = getattr(dataset, "collate", None)
         return DataLoader(
-            dataset,
+            self._splits[split],
             batch_size=self.batch_size,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
-            collate_fn=collate,
             **options,
         )
 
@@ -123,14 +119,8 @@ class ClassifierModule(LightningModule):
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Add one batch to the validation metrics."""
-        self._evaluate("val", batch)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Add one batch to the test metrics."""
-        self._evaluate("test", batch)
-
-    def _evaluate(self, split: str, batch: tuple[Tensor, Tensor]) -> None:
+        """Add one batch to the metrics of the validation or the test."""
+        split = "test" if self.trainer.testing else "val"
         inputs, targets = batch
         logits, labels = self(inputs).flatten(0, -2), targets.flatten()
         losses = nn.functional.cross_entropy(logits, labels, reduction="none")
@@ -138,6 +128,8 @@ class ClassifierModule(LightningModule):
             metric = cast(MeanMetric, self.metrics[f"{split}_{name}"])
             metric.update(values.detach())
             self.log(f"{split}_{name}", metric, prog_bar=True, batch_size=len(targets))
+
+    test_step = validation_step
 
     def configure_optimizers(self) -> Any:
         """AdamW, with a linear rise of the learning rate when `warmup_steps` is given."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.demo.data import ClassifierModule, GlobalBatchDataModule
@@ -70,54 +70,36 @@ class SourceTextData(GlobalBatchDataModule):
         """Read the text and cut it into `"train"`, `"val"` and `"test"`, in this order."""
         if self._splits:
             return
-        text = torch.frombuffer(bytearray(read_sources(self.root, self.max_bytes)), dtype=torch.uint8)
+        text = torch.frombuffer(read_sources(self.root, self.max_bytes), dtype=torch.uint8)
         held_out = int(len(text) * self.held_out)
-        if held_out <= self.context:
+        sizes = [len(text) - 2 * held_out, held_out, held_out]
+        if min(sizes) <= self.context:
             raise ConfigurationError(
-                f"{len(text)} bytes of Python sources under {self.root} leave {held_out} for validation, less than"
-                f" one window of context={self.context} bytes; raise max_bytes or held_out, or lower context"
+                f"{len(text)} bytes of Python sources under {self.root} leave {min(sizes)} for training or validation,"
+                f" less than one window of context={self.context} bytes; raise max_bytes, change held_out, or lower"
+                " context"
             )
-        train, val, test = torch.split(text, [len(text) - 2 * held_out, held_out, held_out])
+        parts = torch.split(text, sizes)
+        windows = [part.unfold(0, self.context + 1, self.context).to(torch.int64) for part in parts]
         self._splits = {
-            "train": ByteWindows(train, self.context),
-            "val": ByteWindows(val, self.context),
-            "test": ByteWindows(test, self.context),
+            name: TensorDataset(one[:, :-1], one[:, 1:])  # inputs and, one byte on, targets
+            for name, one in zip(("train", "val", "test"), windows, strict=True)
         }
 
 
-class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of a text that touch each other: inputs and, one byte on, targets."""
-
-    def __init__(self, text: Tensor, context: int) -> None:
-        self.text = text  # `(length,)` uint8
-        self.context = context
-
-    def __len__(self) -> int:
-        """Number of whole windows."""
-        return (len(self.text) - 1) // self.context
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of one window, each `(context,)` int64."""
-        start = index * self.context
-        window = self.text[start : start + self.context + 1].to(torch.int64)
-        return window[:-1], window[1:]
-
-
-def read_sources(root: Path, max_bytes: int) -> bytes:
+def read_sources(root: Path, max_bytes: int) -> bytearray:
     """Join the `.py` files under `root` in the order of their relative paths, up to `max_bytes`."""
     files = [path for path in root.rglob("*.py") if _LEFT_OUT.isdisjoint(path.relative_to(root).parts)]
-    parts: list[bytes] = []
-    length = 0
+    text = bytearray()
     for path in sorted(files, key=lambda path: path.relative_to(root).as_posix()):
-        if length >= max_bytes:
+        if len(text) >= max_bytes:
             break
-        parts.append(path.read_bytes()[: max_bytes - length])
-        length += len(parts[-1])
-    if not length:
+        text += path.read_bytes()[: max_bytes - len(text)]
+    if not text:
         raise ConfigurationError(
             f"no Python source file under {root}; give another folder with data.root=..."
         )
-    return b"".join(parts)
+    return text
 
 
 # -- A small causal transformer over bytes --

@@ -110,8 +110,6 @@ def why_not_resumable(model: object) -> str:
 class GradientMarks:
     """Tells which parameters have got their gradient in a backward that ended early."""
 
-    __slots__ = ("_before",)
-
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         # This is called right before the backward, and takes about 0.1 us for each parameter.
         # A gradient is either new, or accumulated in place, which raises its version.

@@ -5,13 +5,9 @@ on a padding sample, because the other ranks may wait for it. What the step adds
 is taken away again, so that not even nan stays; in an evaluation also what the module keeps itself.
 
 Lightning's logger connector says when a batch begins and ends and when the values of an epoch are read, in training as
-in evaluation. Here these four of its methods are extended, and of the loops how they run, log and predict:
+in evaluation. Here its methods that do so are extended, and of the loops how they run, log and predict.
 
-    on_batch_start      keep what the batch may change, if it is padding
-    on_batch_end        put it back
-    epoch_end_reached   combine what the ranks have logged, each value with the weight that Lightning has given it
-    on_epoch_end        combine what was logged since then
-
+At the end of an epoch what the ranks have logged is combined, each value with the weight that Lightning has given it.
 Each combination is a gather over the side channel, so that a rank at the end of its batches waits in no collective
 while others are in those of their steps. Every rank takes part, whatever it has logged. A metric object that only other
 ranks have logged is logged on this one too, because its sync waits for all. A value logged at a step with
@@ -42,7 +38,7 @@ from lightning_lockstep.distributed.failure.attempt import attempt_on
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.loaders.global_order import GlobalBatches, parts_of
 from lightning_lockstep.loaders.weights import samples_of_batch
-from lightning_lockstep.steps.patching import put_in_place
+from lightning_lockstep.steps.patching import call_around, put_in_place
 from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, restorer
 
 
@@ -64,15 +60,13 @@ class Counting:
     def attach(self) -> None:
         trainer, connector = self.trainer, self.trainer._logger_connector
         for name in ("on_batch_start", "on_batch_end", "epoch_end_reached", "on_epoch_end"):
-            put_in_place(connector, name, partial(getattr(self, name), getattr(connector, name)))
-        validations = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop
-        for loop in (*validations, trainer.test_loop):
+            call_around(connector, **{name: getattr(self, name)})
+        epochs = trainer.fit_loop.epoch_loop
+        for loop in (epochs.val_loop, trainer.validate_loop, trainer.test_loop):
             put_in_place(loop, "run", partial(self._evaluate, loop))
-            put_in_place(loop._results, "log", partial(self._log, loop._results.log))
-        results = trainer.fit_loop.epoch_loop._results
-        put_in_place(results, "log", partial(self._log, results.log))
-        predict_step = trainer.predict_loop._predict_step
-        put_in_place(trainer.predict_loop, "_predict_step", partial(self._predict, predict_step))
+            call_around(loop._results, log=self._log)
+        call_around(epochs._results, log=self._log)
+        call_around(trainer.predict_loop, _predict_step=self._predict)
 
     # -- a batch --
 

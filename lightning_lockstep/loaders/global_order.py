@@ -346,14 +346,12 @@ class GlobalBatches(Sampler[Any]):
         return {
             "units": {number: self.position(since_begin(number, len(self))) for number in numbers},
             "order": self.order_checksum(),
-            "drawn_from": self.drawn_from,
             "draws_from": {self.drawn_for: self.drawn_from, self.drawn_for + 1: now},
         }
 
     def go_on(self, record: dict[str, Any], point: ResumePoint, accumulated: int | None) -> tuple[int, bool]:
         """See :func:`lightning_lockstep.loaders.positions.go_on`."""
-        # Checkpoints of earlier releases do not have the states from which the next epoch is drawn.
-        states = record.get("draws_from", {point.epoch: record.get("drawn_from") if point.begun else None})
+        states = record.get("draws_from", {})
         unit = record.get("units", {}).get(point.seen)
         begins_at = self.position(since_begin(point.seen, len(self))) if unit is None else unit
         batches = self.go_on_at(begins_at, point.epoch, states.get(point.epoch), accumulated or 1)

@@ -77,7 +77,7 @@ def record_of(loader: Any, numbers: range) -> Record:
 
 def of_all_ranks(record: Record) -> Record:
     """Return what a record holds of an order that the ranks share, so that any number of ranks can use it."""
-    shared = "units", "order", "drawn_from", "draws_from"
+    shared = "units", "order", "draws_from"
     return {key: record[key] for key in shared if key in record} if record["units"] else {}
 
 

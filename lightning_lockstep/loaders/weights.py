@@ -216,8 +216,9 @@ class StepWeights:
             torch.cuda.synchronize()
         return communicator.count(self._step, 0) == communicator.world_size
 
-    def mean_loss(self, loss: Any, communicator: Communicator) -> Any:
-        """Return the loss of all samples, so that LBFGS takes the same decisions on each rank. Ranks: all."""
+    def mean_loss(self, closure: Callable[[], Any], communicator: Communicator) -> Any:
+        """Return a closure's loss of all samples, so that LBFGS decides the same on each rank. Ranks: all."""
+        loss = closure()
         if not isinstance(loss, Tensor):
             return loss
         # In double precision, so that the mean of the losses is as exact as the loss of the whole batch.

@@ -27,8 +27,7 @@ from lightning_lockstep.overflow.replay import Occasion, StepRecord, is_divided
 from lightning_lockstep.overflow.report import ReportPublisher
 from lightning_lockstep.overflow.settings import OverflowSettings, refuse_compiled
 from lightning_lockstep.steps.capabilities import StepGradients, capabilities_of
-from lightning_lockstep.steps.isolated_step import place_of
-from lightning_lockstep.steps.patching import put_in_place, replaced
+from lightning_lockstep.steps.patching import do_nothing, put_in_place, replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, RandomState
 
 _log = logging.getLogger(__name__)
@@ -91,9 +90,10 @@ class Detection:
         loop = trainer.fit_loop.epoch_loop
         occasion = Occasion(trainer.current_epoch, trainer.global_step, loop.total_batch_idx, loop.batch_idx)
         self._buffers.refresh()
-        random = RandomState.capture()
+        random = RandomState()
         self.record = StepRecord(step, args, kwargs, random, self._buffers, occasion)
-        self.record.place = place_of(trainer.strategy, [*args, *kwargs.values()][0])
+        place_of = getattr(trainer.strategy, "place_of", do_nothing)
+        self.record.place = place_of([*args, *kwargs.values()][0])
         if self._seeded is not None:
             self.record.device_seed = self._seeded.device_seed()
         self._watch.begin_step()

@@ -34,13 +34,8 @@ from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.replicas.checksums import Checksums, can_be_read, folded
 from lightning_lockstep.replicas.report import parts_of
 from lightning_lockstep.steps.capabilities import missing_capabilities
-from lightning_lockstep.steps.isolated_step import (
-    from_a_state,
-    place_of,
-    run_forward_backward,
-    step_arguments,
-)
-from lightning_lockstep.steps.patching import assigned
+from lightning_lockstep.steps.isolated_step import from_a_state, run_forward_backward, step_arguments
+from lightning_lockstep.steps.patching import assigned, do_nothing
 from lightning_lockstep.steps.snapshot import RandomState
 
 # How often every rank runs a batch on which two did not agree, which shows a step that is not deterministic.
@@ -129,8 +124,8 @@ class Audit:
     def _packed(self, batch: Any, index: int) -> bytes:
         module = self._module
         buffers = [buffer for buffer in module.buffers() if can_be_read(buffer)]
-        random = RandomState.capture()
-        place = place_of(self._trainer.strategy, batch)
+        random = RandomState()
+        place = getattr(self._trainer.strategy, "place_of", do_nothing)(batch)
         return packed((step_arguments(module.training_step, batch, index), buffers, random, place))
 
     def _computed(self, data: bytes) -> Result:

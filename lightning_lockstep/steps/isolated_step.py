@@ -92,7 +92,7 @@ def from_a_state(
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         parts = BufferCopies(module), ModuleAttributes(module), Gradients(module)
-        stack.enter_context(restored(RandomState.capture(), *parts))
+        stack.enter_context(restored(RandomState(), *parts))
         random.restore()
         restore_buffers()
         answers = stack.enter_context(isolated(trainer, module, answer_collectives=answer_collectives))
@@ -141,7 +141,7 @@ def run_forward_backward(
     *,
     optimizer_steps: int = 1,  # manual optimization ends at this step; earlier ones only run their closure
     around_backward: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext,  # given the scaled loss
-    place: Any = None,  # of its batch, by `place_of`
+    place: Any = None,  # of its batch, by the strategy's `place_of`
 ) -> None:
     """Run a recorded ``training_step`` and its backward by Lightning's closure, in `isolated`; nothing steps."""
     strategy: Any = trainer.strategy
@@ -182,11 +182,6 @@ def run_forward_backward(
                 _ManualOptimization(trainer).run(OrderedDict())
         except _Stopped:
             pass
-
-
-def place_of(strategy: Any, batch: Any) -> Any:
-    """Return the `StepPlace` of a batch, by which its step draws; ``None`` if the step draws the rank's own numbers."""
-    return strategy.place_of(batch) if hasattr(strategy, "place_of") else None
 
 
 @contextmanager

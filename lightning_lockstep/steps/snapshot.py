@@ -8,7 +8,6 @@ import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -142,23 +141,17 @@ def set_random_states(states: Sequence[Any], others: Iterable[torch.Generator] =
         generator.set_state(state)
 
 
-@dataclass
 class RandomState:
     """State of the global generators of torch (CPU and GPU), Python and numpy, and of given ones of torch."""
 
-    states: list[Any]
-    gpu: Tensor | None
-    others: list[torch.Generator]
-
-    @classmethod
-    def capture(cls, others: Iterable[torch.Generator] = ()) -> RandomState:
-        """Save the states; nothing is read from a device."""
-        kept = list(others)
-        return cls(_states(kept), gpu_state(), kept)
+    def __init__(self, others: Iterable[torch.Generator] = ()) -> None:
+        # Nothing is read from a device.
+        self._others = list(others)
+        self._states, self._gpu = _states(self._others), gpu_state()
 
     def restore(self) -> None:
-        set_random_states(self.states, self.others)
-        set_gpu_state(self.gpu)
+        set_random_states(self._states, self._others)
+        set_gpu_state(self._gpu)
 
 
 # -- Attributes of objects that a training step may change, restored in the objects that held them --
@@ -302,7 +295,7 @@ def whole_run(
 ) -> list[Part]:
     """Return all that training steps change."""
     others = [*optimizers, *([] if scaler is None else [scaler])]
-    parts = RandomState.capture(others=generators), Attributes(others, leaves=module.parameters())
+    parts = RandomState(generators), Attributes(others, leaves=module.parameters())
     values = [StoredCopies([*module.parameters(), *module.buffers()])] if tensors else []
     return [*parts, *values, ModuleAttributes(module), Gradients(module)]
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_lockstep._lightning import LightningModule, ParallelStrategy
 from lightning_lockstep._text import say
 from lightning_lockstep._trainer import asks_for_training_loader, weights_only_of_run
-from lightning_lockstep.distributed import Communicator, current_communicator
+from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.coordination.gather_uneven import giving_nothing
 from lightning_lockstep.distributed.plain_data import load_without_objects
 from lightning_lockstep.errors import ConfigurationError
@@ -45,13 +45,7 @@ from lightning_lockstep.strategies.uneven_inputs import (
 
 _NORMS = torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d
 StepPlace = tuple[BatchPlace, int, bool]  # the optimizer step, and whether the batch counts
-
-
-class _NoBatch(tuple[Any, ...]):
-    """Stands for a training batch that is ``None``."""
-
-
-_NO_BATCH = _NoBatch()
+_NO_BATCH: list[Any] = []  # stands for a training batch that is None; compared by identity
 
 
 class CountedSteps(ParallelStrategy):
@@ -177,7 +171,7 @@ class CountedSteps(ParallelStrategy):
         if module is not None and module.automatic_optimization:
             closure = partial(self.weights.correcting, closure, optimizer, communicator)
         if isinstance(optimizer, torch.optim.LBFGS) and communicator.world_size > 1:
-            closure = partial(_mean_loss, closure, self.weights, communicator)
+            closure = partial(self.weights.mean_loss, closure, communicator)
         with ExitStack() as stack:
             # If no rank contributes, nothing is clipped: without gradients torch's clipping by value raises.
             clips_nothing = partial(replaced, module, configure_gradient_clipping=do_nothing)
@@ -190,7 +184,7 @@ class CountedSteps(ParallelStrategy):
             self._put_back.pop()()
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to this rank's device; ``None`` in training becomes an empty tuple, which has no step."""
+        """Move a batch to this rank's device; ``None`` in training becomes an empty list, which has no step."""
         # Lightning leaves out a batch that is None, and with it the optimizer step that it ends, for which others wait.
         trains = self.lightning_module is not None and self.lightning_module.trainer.training
         if batch is None and trains:
@@ -316,7 +310,3 @@ class CountedSteps(ParallelStrategy):
         if place is None or self.sample_numbers is None:
             return nullcontext()
         return self.sample_numbers.step(*place, self.root_device)
-
-
-def _mean_loss(closure: Callable[[], Any], weights: StepWeights, communicator: Communicator) -> Any:
-    return weights.mean_loss(closure(), communicator)

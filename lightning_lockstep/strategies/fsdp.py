@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recomputed
 from typing_extensions import Unpack
 
@@ -181,7 +180,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         module, precision = self._module, str(self.precision_plugin.precision)
         verify_parameters(module, current_communicator().gather, buffers=True)
         if divided_parts(module):  # by its own configure_model, or for an earlier run
-            if (before := _precision_of.get(module, precision)) != precision:
+            if (before := vars(module).get("_divided_for", precision)) != precision:
                 raise ConfigurationError(
                     f"precision={precision!r}, but an earlier run divided this module for precision={before!r}, and it"
                     " stays so: expected the same precision, or a new module."
@@ -219,7 +218,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
             compute=compute,
             reduce=torch.float32 if widens else None,
         )
-        _precision_of[module] = precision
+        vars(module)["_divided_for"] = precision  # which cannot change afterwards
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers, of this rank's parts of the parameters. Ranks: each, alone."""
@@ -346,7 +345,3 @@ class DividedGradients(StepGradients):
     def gradients(self, optimizer: Any = None) -> list[Tensor]:
         """Return this rank's parts, and whole gradients that wait for a reduction."""
         return own_gradients(self._module)
-
-
-# The precision for which a module was divided, which cannot change afterwards.
-_precision_of: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()

@@ -216,14 +216,7 @@ def settings_and_options(
         if parameter.kind is parameter.KEYWORD_ONLY
     }
     faults = Faults()
-    unknown = [name for name in options if name not in known]
-    if "on_lost_rank" in unknown:
-        unknown.remove("on_lost_rank")
-        faults.add(
-            f"{strategy.__name__} has no on_lost_rank: expected LockstepDDPStrategy, each of whose ranks has all"
-            " weights and the optimizer's state, so that others can go on without it."
-        )
-    faults.unknown(unknown, {*known, *own}, owner=strategy.__name__)
+    faults.unknown(options, {*known, *own}, owner=strategy.__name__)
     faults.raise_all()
     handed_on = {name: value for name, value in options.items() if name not in names}
     return settings_of(settings, {**given, **options}), handed_on

@@ -95,9 +95,12 @@ def with_even_batches(
     steps = None
     if None not in lengths:  # if one rank's loader has no length, the lengths of the others do not help
         if len({batches_taken(trainer, length) for length in lengths}) > 1:
-            notice = check_lengths(lengths, policy)
+            counts = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
+            if policy == "error" or (policy == "join" and min(lengths) == 0):
+                raise _differ(counts)
             if communicator.is_main:
-                _log.warning(notice)
+                most = min(lengths) if policy == "truncate" else max(lengths)
+                _log.warning(f"uneven_inputs={policy!r}: every rank takes {most} steps an epoch ({counts}).")
         elif all(trusted):
             return dataloader
         # A loader that may end early is given no length, so that Lightning looks one batch ahead for the last one.
@@ -111,15 +114,6 @@ def has_run_out(combined: Any, number: int) -> bool:
     own = [getattr(loader, "own_batches", sized_len(loader)) for loader in combined.flattened]
     counts = [math.inf if count is None else count for count in own]
     return number >= (min if combined._mode == "min_size" else max)(counts)
-
-
-def check_lengths(lengths: Sequence[int], policy: Policy) -> str:
-    """Raise if ranks whose loaders have these different lengths cannot train; otherwise return a notice."""
-    counts = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
-    if policy == "error" or (policy == "join" and min(lengths) == 0):
-        raise _differ(counts)
-    steps = min(lengths) if policy == "truncate" else max(lengths)
-    return f"uneven_inputs={policy!r}: every rank takes {steps} steps an epoch ({counts})."
 
 
 def _differ(counts: str) -> ConfigurationError:

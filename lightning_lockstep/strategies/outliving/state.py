@@ -70,7 +70,7 @@ class RunState:
         self.memory: Memory | None = None  # until the run has begun from it
         self._in_run = False  # whether weights, optimizers and counters are those of the run
         self._followed: Any = None  # a Trainer that tells of its batches, hooks and logs
-        self._at_begin = RandomState.capture()  # of the call
+        self._at_begin = RandomState()  # of the call
         self._before_step = -1, self._at_begin  # its number, and the random states before it
         self._buffers: BufferCopies | None = None  # before the step
         self._hooks = _Hooks()
@@ -83,7 +83,7 @@ class RunState:
         self.trainer = trainer
         self._in_run = False
         self.memory = None
-        self._at_begin = RandomState.capture()
+        self._at_begin = RandomState()
         self.rows.forget_written()
 
     def begin_run(self) -> None:
@@ -114,7 +114,7 @@ class RunState:
             assert self._buffers is not None
             self._buffers.refresh()
             self.rows.begin_step(trainer.global_step)
-            self._before_step = trainer.global_step, RandomState.capture()
+            self._before_step = trainer.global_step, RandomState()
 
     def _around_step(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
         result = step(*args, **options)

@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str]] = {
     ),
     "fsdp": (
         lambda _: LockstepFSDPStrategy(on_lost_rank="continue"),  # type: ignore[call-arg]
-        "LockstepFSDPStrategy has no on_lost_rank: expected LockstepDDPStrategy, each of whose ranks",
+        "LockstepFSDPStrategy has no option 'on_lost_rank'",
     ),
     "mpi": (
         lambda _: LockstepMPIStrategy(backend="gloo", on_lost_rank="continue"),  # type: ignore[call-arg]

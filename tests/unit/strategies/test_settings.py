@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from lightning_lockstep.strategies.options import (
     mixed_gpus_warning,
     placement_of,
 )
-from lightning_lockstep.strategies.uneven_inputs import check_lengths
+from lightning_lockstep.strategies.uneven_inputs import with_even_batches
 
 GIB = 2**30
 
@@ -100,8 +102,10 @@ def test_the_options_that_are_handed_on_are_all_of_the_installed_torch() -> None
 
 
 def test_a_rank_without_a_batch_cannot_join() -> None:
+    trainer: Any = SimpleNamespace(limit_train_batches=1.0, max_steps=-1)
+    ranks: Any = SimpleNamespace(world_size=2)
     with pytest.raises(ConfigurationError, match=r"\(rank 0: 0, rank 1: 7\): expected the same on all"):
-        check_lengths((0, 7), "join")
+        with_even_batches([], "join", trainer, ranks, [(0, True), (7, True)])
 
 
 def gpu(rank: int, name: str, gib: int, capability: tuple[int, int]) -> RankPlacement:
