@@ -79,30 +79,26 @@ class RunFolder:
 
     def text(self, name: str) -> str:
         """Return what a file holds, the empty string if there is none."""
-        try:
+        with suppress(OSError):
             return (self.path / name).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
+        return ""
 
     def record(self, name: str) -> dict[str, Any] | None:
         """Return a record of the run; ``None`` if there is none, or if it cannot be read (see ``unreadable``)."""
         if not self.has(name):
             return None
-        try:
+        with suppress(ValueError, RecursionError):
             found = json.loads(self.text(name))
-        except (ValueError, RecursionError):
-            found = None
-        if isinstance(found, dict):
-            return found
+            if isinstance(found, dict):
+                return found
         self.unreadable.append(name)
         return None
 
     def age(self, name: str) -> float:
         """Return how long ago a file was written to [s]; infinite if there is none."""
-        try:
+        with suppress(OSError):
             return time.time() - (self.path / name).stat().st_mtime
-        except OSError:
-            return math.inf
+        return math.inf
 
     def is_of_earlier_attempt(self, name: str) -> bool:
         """Return whether a file was written before the last attempt began."""

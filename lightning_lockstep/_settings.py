@@ -50,11 +50,6 @@ def full_traceback() -> bool:
     return os.environ.get("LOCKSTEP_FULL_TRACEBACK", "0") not in ("", "0")
 
 
-def job_token() -> str | None:
-    """Return the secret of this job, or ``None`` if whoever started this process has given none."""
-    return os.environ.get(JOB_TOKEN) or None
-
-
 def launcher_pid() -> int | None:
     """Return the process id of the rank that started this one, or ``None`` if nobody of ours did."""
     import psutil
@@ -74,8 +69,6 @@ def restore_variables(before: Mapping[str, str | None]) -> None:
 
 
 # -- What is wrong with settings, collected and raised as one error --
-# Every settings class checks itself with a :class:`Faults` on construction, so that a user sees all that is
-# wrong at once, each error in the same form: ``name=value: expected ... .``
 
 _Settings = TypeVar("_Settings")
 
@@ -102,9 +95,7 @@ class Faults:
         if any(given is choice or given == choice for choice in choices):
             return True
         listed = " ".join(filter(None, [", ".join(map(repr, choices)), more]))
-        hint = (
-            did_you_mean(given, [c for c in choices if isinstance(c, str)]) if isinstance(given, str) else ""
-        )
+        hint = did_you_mean(str(given), (choice for choice in choices if isinstance(choice, str)))
         self.add(f"{name}={given!r}: expected one of {listed}.{hint}")
         return False
 

@@ -36,11 +36,9 @@ def notebook_launcher(
 ) -> _Returned:
     """Run ``function(*args)`` in several ranks that are started from this cell, and return what rank 0 returned.
 
-    The ranks are forks of the kernel: ``function`` may be defined in the notebook, and what is passed in, such as one
-    model made in a cell outside, is shared by all of them until a rank changes it. Inside the function make a
-    ``Trainer(strategy="lockstep_ddp", devices=num_processes)``, or use :mod:`torch.distributed`; ``RANK``,
-    ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set. What a rank changes in memory stays in
-    that rank: return what the notebook needs.
+    Inside the function make a ``Trainer(strategy="lockstep_ddp", devices=num_processes)``, or use
+    :mod:`torch.distributed`; ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set. The
+    ranks are forks of the kernel: what one changes in memory stays in it, so return what the notebook needs.
 
     Args:
         function: What each rank runs.

@@ -11,7 +11,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 
-from lightning_lockstep._settings import JOB_TOKEN, job_token
+from lightning_lockstep._settings import JOB_TOKEN
 from lightning_lockstep.errors import LaunchError
 
 # -- Which of its addresses a rank listens at: the one that the other ranks use, and no other --
@@ -131,7 +131,7 @@ def new_job_token() -> str:
 
 def known_job_token() -> str | None:
     """Return the token that this process was given, has made for its ranks, or finds on its host, if any."""
-    return job_token() or _made or (_derived_here() if on_one_host() else None)
+    return os.environ.get(JOB_TOKEN) or _made or (_derived_here() if on_one_host() else None)
 
 
 def token_for_children() -> dict[str, str]:

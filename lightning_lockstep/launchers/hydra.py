@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 
 
 # -- The command that starts one more rank of a Hydra program, with the configuration that rank 0 has --
-# Running the same command line again on every rank composes the configuration once per rank: `${now:...}` gives each
-# rank its own folder, quotes are lost on the way, and in a sweep a rank does not know which of the jobs it belongs to.
-# So the configuration is resolved once, on rank 0.
-#
 # Other ranks get it in an environment variable, which mpirun also carries to other hosts: a file would have to lie in a
 # folder that all hosts share, where others may replace it, and a forced end would leave it behind. Every `@hydra.main`
 # program accepts `--experimental-rerun FILE`, which runs the program on a finished configuration and creates no folder.

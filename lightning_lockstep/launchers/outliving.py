@@ -87,8 +87,6 @@ class _Layout:
 class _HostProcesses(RankProcesses):
     """The ranks and spare processes of this host; the first process of the first host hears how they end."""
 
-    look_every = _LOOK_EVERY
-
     def __init__(self, channel: SideChannel, layout: _Layout, environ: Mapping[str, str]) -> None:
         super().__init__()
         self._channel, self._layout = channel, layout
@@ -110,7 +108,7 @@ class _HostProcesses(RankProcesses):
                     number = self._asked_for.get()
                     if not is_stopping:
                         self.start_members([number])
-                time.sleep(self.look_every)
+                time.sleep(_LOOK_EVERY)
                 if run is not None:
                     self._code = run.look()
         self.kill()  # spare processes, and ranks whose time is over
@@ -262,7 +260,7 @@ class _Run:
         """Say what was lost, unless a failure was reported."""
         for event in () if self._code else self._hosted.reported_losses():
             say(f"lightning-lockstep: {event['text']}.")
-        if not self._hosted.current.members:  # nobody is left to say it
+        if self._lost and not self._hosted.current.members:  # nobody is left to say it
             say(self._lost[-1].printed())
         main = next((one for one in self._lost[self._lost_before :] if one.rank == self._main), None)
         if main is not None and not self._code and not self._hosted.has_met():
@@ -323,7 +321,7 @@ class OutlivingLauncher(ScriptLauncher):
                         channel.lingers = False  # nobody waits for what was posted last
                     supervisor.forget_group()
                     supervisor.in_batches = False
-                    with membership.connecting():
+                    with membership:
                         recovery.strategy.setup_environment()
                         recovery.share_state(call)
                 answer = supervisor.attempt(call_to_its_end)

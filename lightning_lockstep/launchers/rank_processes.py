@@ -6,7 +6,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -25,8 +26,6 @@ _KILLED = 5.0
 
 class RankProcesses:
     """Processes that this one has started, each a rank that runs the same program again."""
-
-    look_every = 0.1  # how often this process looks for ranks that have ended [s]
 
     def __init__(self) -> None:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}  # by the number of the rank
@@ -50,29 +49,16 @@ class RankProcesses:
             self.kill()
             raise
 
-    def running(self) -> bool:
-        """Return whether one still runs."""
-        return any(process.poll() is None for process in self.processes.values())
-
-    def looks(self) -> Iterator[None]:
-        """Let the caller look, again and again until all have ended, who has."""
-        is_last = False
-        while not is_last:
-            # Before the question who has ended: one that ends after it is found by the next look.
-            is_last = not self.running()
-            yield
-            time.sleep(0.0 if is_last else self.look_every)
-
-    def wait(self, seconds: float = float("inf")) -> None:
+    def wait(self, seconds: float) -> None:
         """Wait until all have ended, or for this long."""
         deadline = time.monotonic() + seconds
-        for _ in self.looks():
-            if time.monotonic() > deadline:
-                return
+        for process in list(self.processes.values()):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
 
     def send(self, number: int) -> None:
         """Send a signal to all that still run."""
-        for process in self.processes.values():
+        for process in list(self.processes.values()):  # other threads may add or remove some
             process.send_signal(number)  # nothing for one that has ended
 
     def kill(self) -> None:

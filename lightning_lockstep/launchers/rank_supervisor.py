@@ -106,8 +106,7 @@ def ran_elsewhere() -> bool:
 
 
 # -- Per-rank life cycle: CPU threads, failure handling, exit report --
-# Every strategy of ours holds one supervisor and calls it at the few moments that matter: the launch, the
-# ranks having met, a step boundary. It knows the run by its communicator alone, so any strategy can use it.
+# Each strategy of ours has one supervisor and calls it at the launch, when the ranks have met and at step boundaries.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,15 +37,16 @@ from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, current
 # who it is go into the children's environment only, so that the parent can start the ranks of a next job (a
 # Hydra multirun does) as if there had been none before.
 
+# How often the first process of a node looks for ranks that have ended [s].
+_LOOK_EVERY = 0.1
 # How long the report of a child that has exited may still take to arrive [s].
 _REPORT_DELAY = 0.5
 # Python exits with this code if all went well but it could not write out a standard stream at its end.
 _NOT_FLUSHED = 120
 _TOO_LATE = (
     "devices={}, but an earlier Trainer of this script has run on fewer ranks, or on ranks that were started another"
-    " way: further ranks are started by running the script again, and would run that Trainer again. Let the Trainer"
-    " with the most ranks run first, put each into a script of its own, or let each start new ranks with"
-    " strategy='lockstep_ddp_spawn'."
+    " way: further ranks would run that Trainer again. Let the Trainer with the most ranks run first, put each into a"
+    " script of its own, or let each start new ranks with strategy='lockstep_ddp_spawn'."
 )
 
 
@@ -182,14 +183,16 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         }
 
     def _watch(self, ranks: _StartedRanks) -> None:
-        for _ in ranks.looks():
-            if _started is not ranks:
-                return
+        is_last = False
+        while not is_last and _started is ranks:
+            # Before the question who has failed: one that ends after it is found by the next look.
+            is_last = all(process.poll() is not None for process in ranks.processes.values())
             if ranks.first_failed():
                 time.sleep(_REPORT_DELAY)
             if failed := ranks.first_failed():
                 self._child_ended(ranks, *failed)
                 return
+            time.sleep(_LOOK_EVERY)
 
     def _child_ended(self, ranks: _StartedRanks, local_rank: int, process: subprocess.Popen[bytes]) -> None:
         rank, propagation = ranks.first_rank + local_rank, _propagation()
@@ -253,7 +256,8 @@ def _end_children() -> None:
         return
     if propagation is not None:
         propagation.attempt.end_program()
-    ranks.wait()
+    for process in ranks.processes.values():
+        process.wait()
     if (failed := ranks.first_failed()) and propagation is not None:
         local_rank, process = failed
         record = propagation.attempt.report_child_exit(

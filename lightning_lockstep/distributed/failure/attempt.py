@@ -1,7 +1,4 @@
-"""An attempt of all ranks, and the failure that ends it: all ranks agree on which of them failed first.
-
-An attempt is one fit, or another call of a Trainer, by all ranks that are members of one process group, over one side
-channel. Each rank counts the attempts that it has entered; that number names an attempt.
+"""An attempt, one call of a Trainer by all ranks, and the failure that ends it: all agree on which rank failed first.
 
 ======= =============================================== ========================================================
 state   what it means on a rank                         what follows
@@ -27,9 +24,6 @@ Without an answer within a third of the grace period the rank that raises decide
 
 The end of a process is a failure of every attempt from then on. The rank that has started the process reports it, or
 rank 0, which has lost the connection. If rank 0 ends, every other rank notices that and decides alone.
-
-Ranks begin every attempt but the first with a gather. If one of them has seen an earlier attempt fail, all connect
-anew: the next attempt has another process group and channel. A rank whose program has ended ends that gather.
 """
 
 from __future__ import annotations
@@ -109,21 +103,17 @@ class Attempt:
     # -- begin and end of an attempt --
 
     def enter(self) -> None:
-        """Enter the next attempt. Ranks: any, alone."""
-        self._listen()
+        """Enter the next attempt; by now grace period and folder are set. Ranks: any, alone."""
+        if self._meeting is None and self.channel.world_size > 1:  # begin to receive failures
+            self._meeting = Gather(self.channel, _MEETING, watched=True)
+            self._meeting.on_entry = self._decide_left_if_awaited
+            self.channel.on(_FAILURE, self._take_message)
+            self.channel.watch_peers(self._lost, lambda rank: self._decide_left_if_awaited())
         with self.channel.news:
             self.number, self.state, self.record = self.number + 1, "running", None
             self.decided_alone = False
             self._topics.clear()
             self._apply()
-
-    def _listen(self) -> None:
-        """Begin to receive failures; by now grace period and folder are set."""
-        if self._meeting is None and self.channel.world_size > 1:
-            self._meeting = Gather(self.channel, _MEETING, watched=True)
-            self._meeting.on_entry = self._decide_left_if_awaited
-            self.channel.on(_FAILURE, self._take_message)
-            self.channel.watch_peers(self._lost, lambda rank: self._decide_left_if_awaited())
 
     def meet(self, timeout: float, *, renews: bool = False) -> bool:
         """Wait for all ranks to enter this attempt; return whether to connect anew. Ranks: all; a gather."""

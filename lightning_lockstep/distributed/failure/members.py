@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
@@ -114,7 +114,7 @@ class HostedMembers:
         return _reported_losses(self._store, self.current.number)
 
 
-def _end_process(why: str) -> None:
+def _end_process(why: str) -> NoReturn:
     end_now(1, f"\nlightning-lockstep: {why}\n")
 
 
@@ -186,13 +186,10 @@ class Membership:
 
     # -- the meeting of a generation's members, and the end of a call --
 
-    def connecting(self) -> Membership:
-        """Return a context in which members connect; if another one is lost meanwhile, its body raises, anywhere."""
-        # Not a generator: the interrupt raises in any code but that of this module, so not while the context is left.
-        return self
-
     def __enter__(self) -> None:
-        """Wait until all members of the newest generation are ready. Ranks: all members."""
+        """Wait until all members of the newest generation are ready to connect, in the body. Ranks: all members."""
+        # If another one is lost meanwhile, the body raises, anywhere. The context is no generator: the interrupt raises
+        # in any code but that of this module, so not while the context is left.
         self._is_connected = False
         self._interrupt.install()
         self._store.set(f"waits/{self.me}", "")
@@ -266,10 +263,9 @@ class Membership:
                 # All go to the end of the call once more in three cases: all are done, but others join, for whom the
                 # first call is kept open; rank 0 is lost before it was done, and it alone saves then; a member has
                 # broken off the call.
-                others_join = all_done
-                main_is_lost = main not in left and not (others_join or self._store.check([f"{done}/{main}"]))
+                main_is_lost = main not in left and not (all_done or self._store.check([f"{done}/{main}"]))
                 rejoins = [f"ready/{n}/{one}" for n in range(number + 1, newest.number + 1) for one in left]
-                if others_join or main_is_lost or any(self._store.check([key]) for key in rejoins):
+                if all_done or main_is_lost or any(self._store.check([key]) for key in rejoins):
                     self.check()
                 record = None if propagation is None else propagation.attempt.record
                 # Not for the end of a member that the others outlive.

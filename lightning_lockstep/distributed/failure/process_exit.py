@@ -1,8 +1,7 @@
 """How a process ends: what runs and is written out before, what is printed last, and what is not waited for.
 
-Nothing else in a run calls ``os._exit`` (processes of the doctor do) or replaces ``sys.excepthook``. How this
-process is to end is kept in one object, :data:`exit_plan`; what is printed of an error, in the :class:`ExitReport` that
-the error carries. An end that Python does not make itself is made by :func:`end_now`:
+How this process is to end is kept in one object, :data:`exit_plan`; what is printed of an error, in the
+:class:`ExitReport` that the error carries. An end that Python does not make itself is made by :func:`end_now`:
 
 =========================================== ===================================================================
 who                                         what it does

@@ -8,9 +8,6 @@ The ranks agree on the first failure (:mod:`~.attempt`). From then on each of th
     of a step                 what it waits in, and     raised its own error or is        though its error
                               ends its connections      over with the attempt             was printed
 
-A diagnosis of the guard interrupts at once. Nobody enters a barrier or destroys a process group on the way out: both
-can wait for a dead peer.
-
 =========================================== =========================================================================
 what has ended the work of this rank        what it raises
 =========================================== =========================================================================
@@ -193,21 +190,21 @@ class FailurePropagation:
             return self._interrupted(error)
         attempt = self.attempt
         if not attempt.has_failure:
-            self._look_for_cause(error)
+            self._look_for_cause(error)  # a collective that broke
         first = attempt.record
-        if isinstance(error, RankFailedError):
+        if isinstance(error, RankFailedError):  # raised here because another rank has failed
             if first is not None and attempt.state == "failed":
                 return self._error_because_of(first)
             attempt.set_raised(first or attempt.describe(error))
             return error
         is_own = isinstance(error, (LockstepError, SystemExit))
         if first and first.kind == "collective" and (not is_own or isinstance(error, CollectiveError)):
-            return self._error_because_of(first, error)
+            return self._error_because_of(first, error)  # the guard's diagnosis
         first = attempt.fail(error)
         if first.rank == self.channel.rank or is_same_error(error, first):
-            return self._own_error(error, first)
+            return self._own_error(error, first)  # the first failure, or one of the same type
         if not isinstance(error, SystemExit) or isinstance(error, SIGTERMException):
-            return self._error_because_of(first)
+            return self._error_because_of(first)  # anything else after another rank failed
         if not is_orderly_exit(error):
             self._leave_notes(first)
         return error  # ranks that leave by sys.exit() on purpose, all of them, keep their own exit codes

@@ -131,11 +131,8 @@ class FailureRecord(FailedRank):
 
     @classmethod
     def from_json(cls, text: str) -> FailureRecord:
-        """Return what :meth:`to_json` wrote; raises ValueError if it is something else."""
-        try:
-            return cls(**json.loads(text))
-        except TypeError as error:
-            raise ValueError("it does not have the fields of a failure record") from error
+        """Return what :meth:`to_json` wrote; raises ValueError or TypeError if it is something else."""
+        return cls(**json.loads(text))
 
 
 # How much of an error's text stands in a headline [characters]: all of it is in the traceback.
@@ -219,10 +216,9 @@ def _summary(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # "Error(s) in loading state_dict for Net:" says less than the line below it.
     text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
-    more = (
-        f"... ({len(text):,} characters; all of them are in the traceback)" if len(text) > _HEADLINE else ""
-    )
-    return f"{type(error).__name__}: {text[:_HEADLINE]}{more}".removesuffix(": ")
+    if len(text) > _HEADLINE:
+        text = f"{text[:_HEADLINE]}... ({len(text):,} characters; all of them are in the traceback)"
+    return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def is_orderly_exit(error: BaseException) -> bool:
@@ -243,12 +239,8 @@ def is_same_error(error: BaseException, record: FailureRecord) -> bool:
 def describe_exit(rank: int, world_size: int, pid: int, returncode: int) -> FailureRecord:
     """Return the record of a process of this host that has ended with a return code, negative for a signal."""
     kind: FailureKind = "signal" if returncode < 0 else "exit"
-    host, summary, exit_code = (
-        socket.gethostname(),
-        exit_in_words(returncode),
-        shell_exit_code(returncode) or 1,
-    )
-    return FailureRecord(rank, world_size, host, pid, kind, summary, exit_code=exit_code)
+    summary, exit_code = exit_in_words(returncode), shell_exit_code(returncode) or 1
+    return FailureRecord(rank, world_size, socket.gethostname(), pid, kind, summary, exit_code=exit_code)
 
 
 def is_broken_collective(error: BaseException) -> bool:
@@ -279,7 +271,7 @@ def keep_failure(record: FailureRecord) -> FailureRecord:
 
 def remove_earlier_report(folder: Path) -> None:
     """Remove the report of an earlier run from a folder in which a run begins; ``failure.json`` of others stays."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, TypeError):
         FailureRecord.from_json((folder / FAILURE_FILE).read_text(encoding="utf-8"))
         (folder / FAILURE_FILE).unlink(missing_ok=True)
 

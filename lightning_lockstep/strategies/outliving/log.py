@@ -14,7 +14,7 @@ from lightning_lockstep._system import write_report, write_whole
 from lightning_lockstep._text import counted, ranks_in_words
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.failure.members import Membership
-from lightning_lockstep.steps.patching import call_around, do_nothing
+from lightning_lockstep.steps.patching import assigned, call_around, do_nothing
 
 # -- Rows of loggers, which rank 0 alone writes --
 
@@ -74,12 +74,8 @@ def row_of(step: int | None, values: Mapping[str, Any]) -> Row:
 
 def continue_csv(logger: Any, rows: Mapping[Row, Mapping[str, Any]]) -> set[Row]:
     """Have a CSV logger append to the file of its version; write the rows that are not there; return what was."""
-    kind: Any = ExperimentWriter
-    deletes, kind._check_log_dir_exists = kind._check_log_dir_exists, do_nothing
-    try:
+    with assigned(ExperimentWriter, _check_log_dir_exists=do_nothing):  # the check would delete the file
         writer = logger.experiment
-    finally:
-        kind._check_log_dir_exists = deletes  # which would delete the file
     path = Path(logger.log_dir) / "metrics.csv"
     found = set[Row]()
     if path.is_file():
@@ -160,7 +156,7 @@ def _in_words(loss: Mapping[str, Any], *, is_step: bool) -> str:
     """Return what is printed of a loss."""
     verb = "was" if len(loss["ranks"]) == 1 else "were"
     went_on = f"went on with {counted(loss['went_on_with'], 'rank')} after {loss['seconds']:.1f} s"
-    again = "nothing was lost" if is_step else "the call of the Trainer began again"
+    again = "no step was lost" if is_step else "the call of the Trainer began again"
     if not loss["ranks"]:
         return f"a new process joined {loss['at']}; {went_on}"
     return f"{ranks_in_words(loss['ranks'])} {verb} lost {loss['at']} ({loss['why']}); {went_on}; {again}"

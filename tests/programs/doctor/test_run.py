@@ -162,7 +162,7 @@ def test_a_rank_that_was_killed_is_not_said_to_be_out_of_memory(tmp_path: Path) 
 
 
 def test_ranks_that_were_killed_while_the_others_went_on_are_named(tmp_path: Path) -> None:
-    told = "rank 2 was lost at epoch 0, step 4 (SIGKILL); went on with 3 ranks after 0.2 s; nothing was lost"
+    told = "rank 2 was lost at epoch 0, step 4 (SIGKILL); went on with 3 ranks after 0.2 s; no step was lost"
     (tmp_path / "lost.json").write_text(json.dumps({"lost": [{"ranks": [2], "text": told}]}))
     [lost] = [finding for finding in findings(tmp_path) if finding.subject == "lost rank"]
     assert lost.status is Status.WARNING and lost.evidence.endswith(told)

@@ -40,7 +40,7 @@ def test_the_last_lines_and_a_file_say_who_was_lost_where(disturbed: Fit) -> Non
         "lightning-lockstep: rank 0 was lost at epoch 0, step 10 (SIGKILL); went on with 2 ranks",
         "lightning-lockstep: rank 3 was lost at epoch 0, step 13, stage validate (SIGKILL); went on with 1 rank",
     ]
-    assert all(line.endswith(" s; nothing was lost.") for line in disturbed.lost())
+    assert all(line.endswith(" s; no step was lost.") for line in disturbed.lost())
     (path,) = disturbed.folder.glob("csv/*/lost.json")
     kept = json.loads(path.read_text())["lost"]
     assert [(one["ranks"], one["went_on_with"]) for one in kept] == [([2], 3), ([0], 2), ([3], 1)]

@@ -66,7 +66,7 @@ def test_a_connection_that_a_member_makes_after_the_news_is_ended_too(run: Run) 
     member._interrupt = SimpleNamespace(install=int, raise_soon=int)  # type: ignore[assignment] # it waits in C++
     run.publish(0, 1, lost=KILLED)
     run.is_ready(1, 1)
-    with pytest.raises(RuntimeError), member.connecting():
+    with pytest.raises(RuntimeError), member:
         run.publish(0, lost=KILLED)
         assert wait_until(lambda: member.newest.number == 2)
         time.sleep(0.1)
@@ -126,6 +126,12 @@ def test_the_first_process_says_who_was_lost_if_nobody_is_left_to_say_it(
 ) -> None:
     assert look(first_process(run, 2), rank0=-9, rank1=-9) == 137
     assert "rank 1 of 2" in (said := capsys.readouterr().err) and "0 ranks left, and least_ranks=1" in said
+
+
+def test_a_run_whose_members_all_end_while_one_asks_for_another_try_has_their_exit_code(run: Run) -> None:
+    first = first_process(run, 2)
+    run.hosted._store.set("asks/0", "")
+    assert look(first, rank0=1, rank1=1) == 1
 
 
 def test_a_host_that_is_lost_while_others_are_waited_for_ends_the_start_at_once() -> None:
