@@ -42,6 +42,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint as OnExceptionChec
 from lightning.pytorch.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
 from lightning.pytorch.callbacks import WeightAveraging as WeightAveraging
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason as EarlyStoppingReason
+from lightning.pytorch.core.optimizer import _configure_optimizers as _configure_optimizers
 from lightning.pytorch.loggers import CSVLogger as CSVLogger
 from lightning.pytorch.loggers import Logger as Logger
 from lightning.pytorch.loggers import MLFlowLogger as MLFlowLogger

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_lockstep._lightning import _configure_optimizers
 from lightning_lockstep._settings import Faults, is_number, is_whole
 from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.deepspeed.config_parsing import (
@@ -40,13 +41,6 @@ class Limit:
     instead: Any = None  # value that does the same, or nearly; None: there is none, so remove the key
     also: Mapping[str, Any] = field(default_factory=dict)  # other keys that the replacement sets, by path
 
-    @property
-    def changes(self) -> dict[str, Any]:
-        return {self.path: self.instead, **self.also}
-
-    def replacement_text(self) -> str:
-        return " and ".join(f"{path}={value!r}" for path, value in self.changes.items())
-
 
 def refuse_or_adapt(
     config: Mapping[str, Any], device_type: str, adapt: bool
@@ -54,14 +48,14 @@ def refuse_or_adapt(
     """Return the configuration without what cannot be done, and a line of text for each replacement."""
     refused, adapted, lines = [], dict(config), []
     for one in (*_under_lightning(config), *(_on_a_cpu(config) if device_type == "cpu" else ())):
+        changes = {one.path: one.instead, **one.also}
+        text = " and ".join(f"{path}={value!r}" for path, value in changes.items())
         if not adapt or one.instead is None:
-            how = "Remove it"
-            if one.instead is not None:
-                how = f"Write {one.replacement_text()}, as adapt=True of the strategy does"
+            how = "Remove it" if one.instead is None else f"Write {text}, as adapt=True of the strategy does"
             refused.append(f"{one.path}={one.given!r}: {one.why}. {how}.")
             continue
-        lines.append(f"{one.replacement_text()} instead of {one.path}={one.given!r}: {one.why}.")
-        for path, value in one.changes.items():
+        lines.append(f"{text} instead of {one.path}={one.given!r}: {one.why}.")
+        for path, value in changes.items():
             inner = adapted
             *sections, key = path.split(".")
             for name in sections:
@@ -227,12 +221,6 @@ class RunConfig:
             faults = Faults()
             config |= with_module_optimizer(config, trainer, faults)
             faults.raise_all()
-            if "optimizer" in config:
-                kind = config["optimizer"].get("type")
-                self._say(
-                    f"the optimizer of DeepSpeed's configuration ({kind}) is used; configure_optimizers only gives what"
-                    " is 'auto' there."
-                )
         return config
 
     def of_evaluation(self, precision: str) -> dict[str, Any]:
@@ -263,9 +251,11 @@ _OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
 def with_module_optimizer(config: Mapping[str, Any], trainer: Any, faults: Faults) -> dict[str, Any]:
     """Return optimizer and scheduler of the configuration, with the module's values for what is ``auto`` in them."""
-    parts = list(_parts(trainer.lightning_module.configure_optimizers()))
-    optimizer = next((part for part in parts if hasattr(part, "param_groups")), None)
-    scheduler = next((part for part in parts if not hasattr(part, "param_groups")), None)
+    made = trainer.lightning_module.configure_optimizers()
+    optimizers, schedulers, _ = _configure_optimizers([] if made is None else made)
+    optimizer, scheduler = next(iter(optimizers), None), next(iter(schedulers), None)
+    if isinstance(scheduler, Mapping):
+        scheduler = scheduler["scheduler"]
     if scheduler is not None:
         name = "scheduler" if "scheduler" in config else "optimizer"
         faults.add(
@@ -304,18 +294,6 @@ def _filled(params: Mapping[str, Any], known: Mapping[str, Any], name: str, faul
                 f"{name}.params.{key}='auto': neither configure_optimizers nor the Trainer gives it. Write a number."
             )
     return filled
-
-
-def _parts(made: Any) -> Iterator[Any]:
-    """Yield the optimizers and schedulers in whatever form a module has returned them."""
-    if isinstance(made, Mapping):
-        for name in ("optimizer", "lr_scheduler", "scheduler"):
-            yield from _parts(made.get(name))
-    elif isinstance(made, (list, tuple)):
-        for one in made:
-            yield from _parts(one)
-    elif made is not None:
-        yield made
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,23 +58,19 @@ def _forget_process_group() -> None:
 def evaluation_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a complete configuration that an engine needs which does not train."""
     found = for_evaluation(config)
-    if not _is_divided(config):
+    if config["zero_optimization"]["stage"] != 3:
         del found["zero_optimization"]
     return {"train_micro_batch_size_per_gpu": 1, **found}
 
 
 def divided_as_made(config: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Divide parameters among the ranks as the body, on all ranks together, makes them; in stage 3."""
-    if not _is_divided(config):
+    if config["zero_optimization"]["stage"] != 3:
         return nullcontext()
     import deepspeed
 
     made: AbstractContextManager[None] = deepspeed.zero.Init(config_dict_or_path=evaluation_config(config))
     return made
-
-
-def _is_divided(config: Mapping[str, Any]) -> bool:
-    return bool(config["zero_optimization"]["stage"] == 3)
 
 
 def make_engine(
@@ -115,7 +111,8 @@ class LossScaleHistory:
 
     def __init__(self) -> None:
         self.skips = self.skips_in_a_row = 0
-        self._asked = self._told = False
+        self.told = False  # whether a verdict was printed
+        self._asked = False
         self._last: StepOutcome | None = None
 
     def expect_skip(self) -> None:
@@ -126,8 +123,8 @@ class LossScaleHistory:
         asked, self._asked = self._asked, False
         last, self._last = self._last, outcome
         skipped = outcome.skipped
-        if skipped is None and last is not None and None not in (last.scale, outcome.scale):
-            skipped = outcome.scale < last.scale  # type: ignore[operator] # neither is None
+        if skipped is None:
+            skipped = last is not None and outcome.scale < last.scale  # type: ignore[operator] # neither is None
         if not skipped or asked:
             self.skips_in_a_row = 0
             return
@@ -152,20 +149,12 @@ class LossScaleHistory:
             )
         return None
 
-    def news(self) -> str | None:
-        """Return the first verdict of a run, and nothing from then on."""
-        verdict = None if self._told else self.verdict()
-        self._told = self._told or verdict is not None
-        return verdict
-
 
 class EnginePrecision(DeepSpeedPrecision):
     """Lightning's precision plugin of DeepSpeed, whose engine steps and divides as Lightning's loop does."""
 
-    # Lightning divides the loss by ``accumulate_grad_batches``, and DeepSpeed would divide it again: the gradients were
-    # that much too small for SGD, and for clipping. Lightning also counts accumulated batches from the start of each
-    # epoch and steps after its last batch, where DeepSpeed counts on over the epochs; so the engine is told after which
-    # batches it steps. It also says once when DeepSpeed skips more optimizer steps than its loss scale explains.
+    # Lightning counts accumulated batches from the start of each epoch and DeepSpeed goes on counting over the epochs,
+    # so the engine is told after which batches it steps. It does not divide the loss by their number: Lightning does.
 
     def __init__(self, precision: Any) -> None:
         super().__init__(precision)
@@ -203,9 +192,10 @@ class EnginePrecision(DeepSpeedPrecision):
         outcome = adapter.outcome() if adapter.engine.global_steps != before else None
         if outcome is not None:
             self.history.record(outcome)
-            news = self.history.news()
-            if news and model.trainer.is_global_zero:
-                say(f"lightning-lockstep: {news}")
+            if not self.history.told and (verdict := self.history.verdict()):
+                self.history.told = True
+                if model.trainer.is_global_zero:
+                    say(f"lightning-lockstep: {verdict}")
         return result
 
 

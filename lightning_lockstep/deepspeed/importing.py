@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,6 @@ _REINSTALL = "pip install --force-reinstall --no-cache-dir --no-deps deepspeed"
 
 def import_deepspeed(device_type: str | None) -> ModuleType:  # None: DeepSpeed chooses
     """Import DeepSpeed with the accelerator of this run, and return it."""
-    is_first = "deepspeed" not in sys.modules
     before = {_VARIABLE: os.environ.get(_VARIABLE)}
     wanted = device_type or (None if torch.accelerator.is_available() else "cpu")
     if wanted is not None:
@@ -42,10 +40,9 @@ def import_deepspeed(device_type: str | None) -> ModuleType:  # None: DeepSpeed 
         raise _explained(error) from error
     finally:
         restore_variables(before)
-    if is_first:
-        for name in _EARLIER_NAMES:  # or torch says so for every operation
-            message = rf".torch\.distributed\.{name}. is deprecated"
-            warnings.filterwarnings("ignore", message=message, category=FutureWarning)
+    for name in _EARLIER_NAMES:  # or torch says so for every operation
+        message = rf".torch\.distributed\.{name}. is deprecated"
+        warnings.filterwarnings("ignore", message=message, category=FutureWarning)
     has = deepspeed.get_accelerator().device_name()
     if device_type not in (None, has):
         raise ConfigurationError(

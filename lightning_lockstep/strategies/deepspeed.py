@@ -163,12 +163,10 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
     def _precision_name(self) -> str:
         return str(self.precision_plugin.precision)
 
-    @contextmanager
-    def model_sharded_context(self) -> Generator[None, None, None]:
+    def model_sharded_context(self) -> AbstractContextManager[None]:  # type: ignore[override] # theirs is a generator
         """Divide parameters among the ranks as they are made, in stage 3. Ranks: all, together."""
         # This reads only the settings that it needs: the module has no layers yet, so it cannot make its optimizer.
-        with divided_as_made(self._run_config.of_evaluation(self._precision_name)):
-            yield
+        return divided_as_made(self._run_config.of_evaluation(self._precision_name))
 
     def _setup_model_and_optimizer(
         self, model: Any, optimizer: Optimizer | None, lr_scheduler: Any = None

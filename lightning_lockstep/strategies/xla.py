@@ -103,10 +103,8 @@ class LockstepXLAStrategy(RankLifecycle):
         faults = Faults()
         faults.flag("downcast_bf16", downcast_bf16)
         for name in ("random_numbers", "batch_norm"):
-            if (given := getattr(self.settings, name)) != "of_rank":
-                faults.add(
-                    f"{name}={given!r}: expected 'of_rank', because a step is compiled for XLA devices."
-                )
+            given = getattr(self.settings, name)
+            faults.check(given == "of_rank", name, given, "'of_rank', because a step is compiled for XLA")
         faults.raise_all()
         self.num_nodes = 1
         self._replicas: Replicas | None = None
@@ -204,9 +202,7 @@ class LockstepXLAStrategy(RankLifecycle):
         self.sync()
         self.end_lazy_run = begin_lazy_run(trainer)
         if is_fit and self.is_global_zero:
-            say(
-                "lightning-lockstep: torch-xla compiles the first two steps of a fit, which may take minutes."
-            )
+            say("lightning-lockstep: torch-xla compiles a fit's first two steps, for seconds to minutes.")
 
     def teardown(self) -> None:
         """Bring the module back to the CPU. Ranks: every rank; waits for none."""
@@ -314,4 +310,4 @@ class LockstepXLAStrategy(RankLifecycle):
             return tensor.unsqueeze(0)
         if tensor.device.type == "cpu":
             return torch.stack(_gather_tensor(tensor))
-        return self._replicas.gather(tensor, gradients=sync_grads and torch.is_grad_enabled())
+        return self._replicas.gather(tensor if sync_grads else tensor.detach())

@@ -120,28 +120,9 @@ class Replicas:
         if gradients:
             self._runtime.all_reduce(gradients, scale=1.0 / self._communicator.world_size)
 
-    def gather(
-        self,
-        tensor: Tensor,
-        *,
-        gradients: bool = False,  # whether autograd goes back to every rank, on all together
-    ) -> Tensor:
-        """Return the tensors of all ranks in rank order, of shape (ranks, ...)."""
-        if gradients:
-            return _Gather.apply(tensor, self)  # type: ignore[no-untyped-call, no-any-return]
-        return self._gathered(tensor)
-
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        found = self._runtime.all_gather(tensor.detach().unsqueeze(0))
-        if self._ordinals == sorted(self._ordinals):
-            return found
-        return found[torch.tensor(self._ordinals, device=found.device)]
-
-    def part_of_this_rank(self, everyone: Tensor) -> Tensor:  # of shape (ranks, ...)
-        """Return the sum over all ranks of what each has for this one."""
-        summed = everyone.clone()
-        self._runtime.all_reduce([summed])
-        return summed[self._communicator.rank]
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks in rank order, of shape (ranks, ...); gradients go back to every rank."""
+        return _Gather.apply(tensor, self)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Gather(torch.autograd.Function):
@@ -150,8 +131,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, replicas: Replicas) -> Tensor:
         ctx.replicas = replicas
-        return replicas._gathered(tensor)
+        found = replicas._runtime.all_gather(tensor.unsqueeze(0))
+        if replicas._ordinals == sorted(replicas._ordinals):
+            return found
+        return found[torch.tensor(replicas._ordinals, device=found.device)]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.replicas.part_of_this_rank(gradients[0]), None
+        summed = gradients[0].clone()
+        ctx.replicas._runtime.all_reduce([summed])
+        return summed[ctx.replicas._communicator.rank], None

@@ -73,15 +73,10 @@ def num_tpu_chips() -> int:
 def check_accelerator(is_tpu: bool) -> None:
     """Refuse to train on the CPU if the Trainer was to train on TPUs."""
     if is_tpu and find_device_type() == "CPU":
-        why = (
-            "PJRT_DEVICE=CPU is set. Unset it"
-            if has_libtpu()
-            else "the package libtpu is missing. Install torch-xla with it: pip install 'torch-xla[tpu]==2.9.*', and"
-            " unset PJRT_DEVICE if it is set"
-        )
         raise ConfigurationError(
-            f"accelerator='tpu': expected a TPU, but torch-xla takes the CPU, because {why}; or give the Trainer"
-            " accelerator='cpu' to train on virtual devices of the CPU."
+            "accelerator='tpu': expected a TPU, but torch-xla takes the CPU. If PJRT_DEVICE=CPU is set, unset it; if"
+            " libtpu is missing, pip install 'torch-xla[tpu]==2.9.*'. Or give the Trainer accelerator='cpu' to train on"
+            " virtual devices of the CPU."
         )
 
 
@@ -90,14 +85,12 @@ def check_accelerator(is_tpu: bool) -> None:
 
 def num_xla_ranks() -> int | None:
     """Return how many ranks torch-xla has devices for on this host, without initialising it."""
-    # 0: XLA runs on the CPU with any number. ``None``: nothing asks for XLA, because torch-xla is not installed,
-    # or there is neither a TPU nor ``PJRT_DEVICE``.
+    # 0: XLA runs on the CPU with any number. ``None``: torch-xla is missing, or the TPU that it is to use.
     if importlib.util.find_spec("torch_xla") is None:
         return None
-    given = os.environ.get("PJRT_DEVICE", "").upper()
-    if given == "CPU":
+    if find_device_type() == "CPU":
         return 0
-    if given not in ("", "TPU") or not has_libtpu() or not num_tpu_chips():
+    if not has_libtpu() or not num_tpu_chips():
         return None
     return int(importlib.import_module("torch_xla._internal.tpu").num_local_processes())
 
@@ -123,27 +116,19 @@ class XLARuntime:
     """What torch-xla, which is installed, offers here; made before the first tensor on a device."""
 
     def __init__(self, *, num_devices: int | None = None) -> None:  # None: what there is
-        if find_device_type() == "CPU":  # nothing else is there; torch-xla does the same, with a warning
+        self.device_type = find_device_type()
+        if self.device_type == "CPU":  # nothing else is there; torch-xla does the same, with a warning
             os.environ["PJRT_DEVICE"] = "CPU"
         self._num_devices = num_devices
         if num_devices is not None and self.device_type == "CPU" and not has_devices():
-            _set_cpu_devices(num_devices)
+            os.environ.setdefault("CPU_NUM_DEVICES", str(num_devices))
         self.torch_xla = importlib.import_module("torch_xla")
         self.runtime = importlib.import_module("torch_xla.runtime")
-
-    @property
-    def device_type(self) -> str:
-        return os.environ.get("PJRT_DEVICE", "TPU").upper()
 
     @property
     def num_devices(self) -> int:
         """How many devices there are, on all hosts."""
         return int(self.runtime.global_runtime_device_count())
-
-    @property
-    def num_processes(self) -> int:
-        """How many processes share the devices: one a host."""
-        return int(self.runtime.process_count())
 
     def be_process(self, local_rank: int, local_processes: int) -> None:
         """Take one device of this host, with its other processes, before the first tensor on a device."""
@@ -177,17 +162,18 @@ class XLARuntime:
         """Let one process compute on all devices as if they were one, before the first tensor on a device."""
         if not self.runtime.is_spmd():
             self.runtime.use_spmd()
-        if self.num_processes > 1:
+        processes = int(self.runtime.process_count())
+        if processes > 1:
             raise ConfigurationError(
-                f"torch-xla has {self.num_devices} devices in {self.num_processes} processes: expected the devices of"
-                " one host, in one process, because each process would divide its own batches. Use"
-                " strategy='lockstep_xla' on several hosts."
+                f"torch-xla has {self.num_devices} devices in {processes} processes: expected the devices of one host,"
+                " in one process, because each process would divide its own batches. Use strategy='lockstep_xla' on"
+                " several hosts."
             )
         if self._num_devices not in (None, self.num_devices):
             raise ConfigurationError(
                 f"devices={self._num_devices} was given to the Trainer, and torch-xla has {self.num_devices}"
                 f" ({self.device_type}) in this process, which takes all of them: expected the same. Give"
-                " devices='auto', or for another number of virtual devices on the CPU start another program."
+                " devices='auto', or for another number on the CPU start another program without CPU_NUM_DEVICES."
             )
 
     def device(self) -> torch.device:
@@ -231,13 +217,3 @@ def compilations_so_far() -> tuple[int, float]:
     metrics = importlib.import_module("torch_xla.debug.metrics")
     took = metrics.metric_data("CompileTime")  # how often, and how long in all [ns]
     return int(metrics.counter_value("UncachedCompile") or 0), took[1] / 1e9 if took else 0.0
-
-
-def _set_cpu_devices(wanted: int) -> None:
-    given = os.environ.get("CPU_NUM_DEVICES")
-    if given is not None and given != str(wanted):
-        raise ConfigurationError(
-            f"CPU_NUM_DEVICES={given} is set: expected {wanted}, the number of XLA devices of this process."
-            f" Unset CPU_NUM_DEVICES, or use strategy='lockstep_xla_spmd' with devices={given} or devices='auto'."
-        )
-    os.environ["CPU_NUM_DEVICES"] = str(wanted)

@@ -99,10 +99,8 @@ class XLADevices(CPUAccelerator):
 
 def begin_lazy_run(trainer: Any) -> Callable[[], None]:
     """Read values of training from the devices only if they are logged; return what ends this."""
-    # Lightning reads each value of the progress bar from the device at every step, twice; the host then waits
-    # for the step rather than prepare the next one. Here that is read every ``log_every_n_steps`` steps, as
-    # for the loggers; in between the bar shows what was read last. Nor does the first step of a new epoch
-    # compile again because Lightning has reset what the last one logged.
+    # Lightning reads each value of the progress bar from the device at every step, twice; the host then waits for the
+    # step rather than prepare the next one. Here the bar shows what was read when values were last logged.
     undo, results = ExitStack(), trainer.fit_loop.epoch_loop._results
     undo.enter_context(replaced(results, reset=partial(_reset, results, results.reset)))
     if not trainer.fast_dev_run:

@@ -230,13 +230,8 @@ def consolidated(
     without: Collection[str] = (),  # weights that are to have their shape alone
 ) -> dict[str, Any]:
     """Return what a DeepSpeed checkpoint folder holds, as Lightning's own checkpoint of one file would."""
-    # ``state_dict`` has whole tensors of float32, taken from the optimizer's float32 copies where there are any;
-    # parameters that share their values share them here too. The other entries are those of Lightning: epoch, loops,
-    # callbacks, hyperparameters and so on; those that are objects of classes are left out, with a warning.
-    # ``optimizer_states`` are left out: a new fit can begin with the weights, but does not go on with the optimizer as
-    # it was. Frozen parameters are missing if the run did not save them (``exclude_frozen_parameters``).
-    #
-    # Memory: the weights once. Files are memory-mapped, and the dictionary refers to none of them.
+    # Parameters that share their values share them here too; frozen ones are missing if the run did not save them
+    # (``exclude_frozen_parameters``). Files are memory-mapped, and the dictionary refers to none of them.
     checkpoint = read_checkpoint(folder)
     entries = {key: value for key, value in checkpoint.model_states[0].items() if key not in OWN_KEYS}
     client, dropped = plain_entries(entries)
@@ -251,20 +246,11 @@ def consolidate(
     *,
     dtype: Dtype = "float32",  # as_saved: each tensor as the model had it; float32: widens halves
 ) -> Path:
-    """Write what a checkpoint folder holds into one file: of DeepSpeed as :func:`consolidated` describes it."""
-    # The file loads with ``load_from_checkpoint`` and with ``torch.load(weights_only=True)``. It appears
-    # under its name when it is complete, in place of what was there.
+    """Write what a checkpoint folder holds into one file, which takes the place of ``output`` when it is complete."""
     output = Path(output)
     first, *others = [Path(folder)] if isinstance(folder, (str, Path)) else folder
-    if is_parts_folder(first):
-        if others:
-            raise ConfigurationError(
-                f"{first}: holds all parts that LockstepFSDPStrategy has written: expected this folder alone, without"
-                f" {' and '.join(map(str, others))}."
-            )
-        content = _of_parts(first, dtype)
-    else:
-        content = consolidated(folder, dtype)
+    has_parts = is_parts_folder(first) and not others
+    content = _of_parts(first, dtype) if has_parts else consolidated(folder, dtype)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         save(content, output)

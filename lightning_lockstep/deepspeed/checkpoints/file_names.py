@@ -54,16 +54,11 @@ class CheckpointFolder:
 
     def check_kind(self) -> None:
         """Refuse a checkpoint that is split otherwise than over data-parallel ranks."""
-        kind = None
         matches = (*self._matches(_MODEL_FILE), *self._matches(_OPTIMIZER_FILE))
-        if any(int(match["part"]) for match in matches):
-            kind = "a model that is split by tensor or pipeline parallelism (more than one mp_rank)"
-        elif self.has_experts:
-            kind = "a model with experts of DeepSpeed"
-        if kind is not None:
+        if self.has_experts or any(int(match["part"]) for match in matches):
             raise ConfigurationError(
-                f"{self.path}: is of {kind}, which is not supported. Expected one of plain data parallelism, of ZeRO"
-                " stage 0, 1, 2 or 3."
+                f"{self.path}: is of a model with experts of DeepSpeed, or split by tensor or pipeline parallelism,"
+                " which is not supported. Expected one of plain data parallelism, of ZeRO stage 0, 1, 2 or 3."
             )
 
     def expected_names(self, model_states: Mapping[str, Any]) -> tuple[list[str], list[str]]:

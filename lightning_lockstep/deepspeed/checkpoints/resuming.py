@@ -78,11 +78,8 @@ def saving_as(
         return _state_like(weights, found)
 
     with replaced(module, state_dict=state_dict):
-        # The engine has its optimizer, so what Lightning knows of that is not saved.
-        others = {
-            key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
-        }
-        yield {**others, NAMES: names, LAYOUT: adapter_of(engine).layout()}
+        # Lightning's strategy leaves out the weights and the state of the optimizer, which the engine saves itself.
+        yield {**checkpoint, NAMES: names, LAYOUT: adapter_of(engine).layout()}
 
 
 def _state_like(state: Mapping[str, Any], values: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -235,14 +232,10 @@ def _load_by_name(
                 " `strict_loading = False` in the LightningModule."
             )
     for name, parameter in module.named_parameters():
-        if name not in values:
-            continue
-        if divides and _is_own_part(part := parameter.ds_tensor, parameter):
-            values[name].copy_to(part.data, communicator.rank * part.numel())
-            continue
-        with _gathered([parameter]) if divides else nullcontext():
-            if communicator.is_main or not divides:
-                parameter.data.copy_(values[name].whole())
+        if name in values:
+            with _gathered([parameter]) if divides else nullcontext():
+                if communicator.is_main or not divides:
+                    parameter.data.copy_(values[name].whole())
     saved.write_to(adapter, communicator.rank)
     adapter.set_counters(first)
     ranks, stage = first["dp_world_size"], stage_of(first)
@@ -252,12 +245,6 @@ def _load_by_name(
             f"lightning-lockstep: {checkpoint.folder} was written by {ranks} ranks in stage {stage}; weights and the"
             f" state of the optimizer are redivided among {communicator.world_size}."
         )
-
-
-def _is_own_part(part: Any, parameter: Any) -> bool:
-    """Return whether a rank's part of a parameter is all that it has of that: no copy, nothing quantized or on NVMe."""
-    is_alone = parameter.ds_status.name == "NOT_AVAILABLE" and parameter.ds_secondary_tensor is None
-    return is_alone and part.dtype == parameter.dtype and part.numel() == part.ds_numel
 
 
 def _load_named(folder: Path, module: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:

@@ -164,10 +164,7 @@ def need(condition: bool, what: str) -> None:
 
 
 def _one(given: Sequence[Any]) -> Any:
-    need(
-        len(given) == 1,
-        f"one tensor, or one list of tensors, is expected for each rank; {len(given)} were given",
-    )
+    need(len(given) == 1, f"each rank gives one tensor or one list of tensors; {len(given)} were given")
     return given[0]
 
 
@@ -194,9 +191,8 @@ def _reduction(group: Any, tensor: Tensor, opts: Arguments, root: int | None = N
     known = name in _REDUCTIONS and (dtype in _TYPES or dtype in _HALF)
     bits = name in ("band", "bor", "bxor") and dtype.is_floating_point
     average = name == "avg" and dtype is torch.bool
-    need(
-        known and not bits and not average, f"{dtype} cannot be reduced with {name}; convert the tensor first"
-    )
+    fits = known and not bits and not average
+    need(fits, f"{dtype} cannot be reduced with {name}; convert the tensor first")
     return _reduced(group, tensor, name, root)
 
 
