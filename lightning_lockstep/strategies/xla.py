@@ -202,7 +202,7 @@ class LockstepXLAStrategy(RankLifecycle):
         self.sync()
         self.end_lazy_run = begin_lazy_run(trainer)
         if is_fit and self.is_global_zero:
-            say("lightning-lockstep: torch-xla compiles a fit's first two steps, for seconds to minutes.")
+            say("lightning-lockstep: torch-xla compiles in the first two steps, which may take minutes.")
 
     def teardown(self) -> None:
         """Bring the module back to the CPU. Ranks: every rank; waits for none."""

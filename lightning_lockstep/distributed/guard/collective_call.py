@@ -160,8 +160,8 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
         )
     if sites == {BACKWARD}:
         return (
-            "DDP averages gradients in backward, but the ranks have brought different ones: run as many backward"
-            " passes on every rank, and let each loss depend on the same parameters."
+            "DDP averages gradients in backward, but the ranks have brought different ones: give every rank as many"
+            " backward passes, losses that depend on the same parameters, and the same bucket_cap_mb."
         )
     dtype, shape = len(dtypes) > 1, len(shapes) > 1
     if shape and not dtype and first.operation in ALL_TO_ALL:
