@@ -112,20 +112,17 @@ class LossScaleHistory:
     def __init__(self) -> None:
         self.skips = self.skips_in_a_row = 0
         self.told = False  # whether a verdict was printed
-        self._asked = False
+        # The next step is skipped on request, which says nothing about the loss scale.
+        self.expects_skip = False
         self._last: StepOutcome | None = None
 
-    def expect_skip(self) -> None:
-        """Take the next step for one that is skipped on request, which says nothing about the loss scale."""
-        self._asked = True
-
     def record(self, outcome: StepOutcome) -> None:
-        asked, self._asked = self._asked, False
+        expected, self.expects_skip = self.expects_skip, False
         last, self._last = self._last, outcome
         skipped = outcome.skipped
         if skipped is None:
             skipped = last is not None and outcome.scale < last.scale  # type: ignore[operator] # neither is None
-        if not skipped or asked:
+        if not skipped or expected:
             self.skips_in_a_row = 0
             return
         self.skips += 1

@@ -79,7 +79,7 @@ class EngineAdapter(StepGradients):
         """Have the engine skip its next optimizer step as after an overflow that it found itself."""
         # Weights and the optimizer's state stay, gradients are let go, the skip is counted, a dynamic loss scale falls.
         if self.history is not None:
-            self.history.expect_skip()
+            self.history.expects_skip = True
         self.skip_once()
 
     def skip_once(self) -> None:
@@ -99,7 +99,7 @@ class EngineAdapter(StepGradients):
         self.engine.set_train_micro_batch_size(batch_size)
         self.engine.set_train_batch_size(batch_size * accumulate * self.engine.dp_world_size)
 
-    def set_for_trial(self, passes: int, largest_bucket: int | None) -> None:
+    def set_for_trial(self, passes: int) -> None:
         """Set what steps on this rank alone need, with ``passes`` batches in each."""
         self.engine.micro_steps = 0
         self.set_sizes(batch_size=self.engine.train_micro_batch_size_per_gpu(), accumulate=passes)
@@ -199,10 +199,13 @@ class Zero(EngineAdapter):
         super().set_sizes(batch_size=batch_size, accumulate=accumulate)
         self.optimizer.gradient_accumulation_steps = accumulate
 
-    def set_for_trial(self, passes: int, largest_bucket: int | None) -> None:
-        super().set_for_trial(passes, largest_bucket)
-        if largest_bucket is not None:
-            self.optimizer.reduce_bucket_size = min(int(self.optimizer.reduce_bucket_size), largest_bucket)
+    def set_for_trial(self, passes: int) -> None:
+        super().set_for_trial(passes)
+        # The limit on a CPU counts all of a bucket, of which a run fills, and so takes, only what gradients need.
+        if self.engine.device.type == "cpu":
+            parameters = self.engine.module.parameters()
+            numel = sum(getattr(parameter, "ds_shape", parameter.shape).numel() for parameter in parameters)
+            self.optimizer.reduce_bucket_size = min(int(self.optimizer.reduce_bucket_size), numel)
         # A step that is skipped for an overflow would not show what the optimizer needs.
         self.optimizer.loss_scaler.cur_scale = 1.0
 

@@ -45,20 +45,17 @@ def _divided_parameters(module: LightningModule, engine: Any) -> Iterator[None]:
     def backward(loss: Tensor, *args: Any, gradient: Tensor | None = None, **kwargs: Any) -> None:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         with ExitStack() as stack:
-            # After all other hooks of a parameter, so that the whole gradients are never in memory together.
+            # After all other hooks of a parameter, zeros that take no memory replace its gradient, so that the whole
+            # gradients are never in memory together.
             for parameter in parameters:
-                stack.callback(parameter.register_hook(_zeros_like).remove)  # type: ignore[no-untyped-call]
+                hook = parameter.register_hook(lambda gradient: gradient.new_zeros(()).expand_as(gradient))  # type: ignore[no-untyped-call]
+                stack.callback(hook.remove)
             # Unlike backward() it runs none of the hooks by which gradients are reduced.
             torch.autograd.grad(loss, parameters, gradient, allow_unused=True)
 
     with replaced(module, backward=backward):
         yield
     engine.empty_partition_cache()  # parameters stay whole if no backward runs through their module
-
-
-def _zeros_like(gradient: Tensor) -> Tensor:
-    """Return zeros of the same shape that take no memory."""
-    return gradient.new_zeros(()).expand_as(gradient)
 
 
 class PlainPrecision(Precision):
@@ -185,11 +182,7 @@ class EngineTrials:
     """What a search for a batch size needs of a strategy with an engine."""
 
     def __init__(self, strategy: Any, given: Mapping[str, Any]) -> None:
-        self._strategy, self._given = strategy, given
-
-    @property
-    def _engine(self) -> Any:
-        return self._strategy.model
+        self._strategy, self._engine, self._given = strategy, strategy.model, given
 
     def why_fixed(self, *, accumulates: bool) -> str:
         """Return why the batch size of a run, or its accumulation if that counts, cannot be changed, or nothing."""
@@ -229,7 +222,7 @@ class EngineTrials:
         engine, plugin = self._engine, self._strategy.precision_plugin
         passes = 2 if accumulates or engine.gradient_accumulation_steps() > 1 else 1
         # The engine's state is put back later.
-        adapter_of(engine).set_for_trial(passes, self._largest_bucket())
+        adapter_of(engine).set_for_trial(passes)
         # DeepSpeed compares the order of the modules with rank 0's, which does not take part.
         alone = SimpleNamespace(get_rank=lambda: 0, broadcast=lambda *a, **k: None)
         with replaced(utils, dist=alone), replaced(plugin, history=LossScaleHistory(), has_accumulated=False):
@@ -237,14 +230,6 @@ class EngineTrials:
                 yield passes
             finally:
                 checkpointing.reset()  # activations that only a backward removes, which may not have run
-
-    def _largest_bucket(self) -> int | None:
-        """Return the elements of a bucket that a trial fills; None: no limit, because a GPU reserves all of it."""
-        if self._strategy.root_device.type != "cpu":
-            return None
-        parameters = self._strategy.lightning_module.parameters()
-        numel: int = sum(getattr(parameter, "ds_shape", parameter.shape).numel() for parameter in parameters)
-        return numel
 
     def take_sizes(self, *, batch_size: int, accumulate: int) -> None:
         """Let the engine go on with other sizes, by which it counts samples and knows its optimizer steps."""

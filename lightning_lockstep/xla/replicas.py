@@ -50,10 +50,10 @@ class DeviceMesh:
         divided = {}
         for name, parameter in module.named_parameters():
             wanted = parameter.numel() >= min_size or any(fnmatchcase(name, one) for one in patterns)
-            dimension = _longest_even(parameter.shape, self.size)
-            if wanted and dimension is not None:
-                self._mark(parameter, dimension)
-                divided[name] = dimension
+            even = [number for number, size in enumerate(parameter.shape) if size and size % self.size == 0]
+            if wanted and even:
+                divided[name] = max(even, key=parameter.size)
+                self._mark(parameter, divided[name])
         return divided
 
     def divide_states(self, module: torch.nn.Module, optimizer: Any, divided: Mapping[str, int]) -> None:
@@ -66,11 +66,6 @@ class DeviceMesh:
     def _mark(self, tensor: Tensor, dimension: int) -> None:
         partition = tuple(_AXIS if one == dimension else None for one in range(tensor.dim()))
         self._spmd.mark_sharding(tensor, self._mesh, partition)
-
-
-def _longest_even(shape: Sequence[int], parts: int) -> int | None:
-    even = [dimension for dimension, size in enumerate(shape) if size and size % parts == 0]
-    return max(even, key=lambda dimension: shape[dimension], default=None)
 
 
 # -- The devices of several processes as replicas of one program, and the collectives between them --
