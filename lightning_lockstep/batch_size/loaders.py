@@ -219,7 +219,6 @@ def _checked(loader: object) -> DataLoader[Any]:
 def _first_batch(loader: DataLoader[Any], size: int) -> Any:
     """Return the samples that the sampler gives first as one batch, which this process loads."""
     batches = BatchSampler(loader.sampler, size, drop_last=False)
-    made = loader_with(loader, batch_sampler=batches, batch_size=size, num_workers=0, timeout=0)
-    for batch in made:
+    for batch in loader_with(loader, batch_sampler=batches, batch_size=size, num_workers=0, timeout=0):
         return batch
     raise BatchSizeError("the sampler of the loader is empty on this rank: expected at least one sample")

@@ -125,8 +125,7 @@ def _error_of_ranks(folder: Path, ended: mp.ProcessExitedException, group: Ranks
     if record is None or not failure_note(folder, ended.error_index).exists():
         # This rank has left no note. Where the run was, the note of another rank may tell.
         where, file = ({}, "") if record is None else (record.where, record.file)
-        rank = group.first_rank + ended.error_index
-        record = describe_exit(rank, group.world_size, ended.error_pid, code)
+        record = describe_exit(group.first_rank + ended.error_index, group.world_size, ended.error_pid, code)
         record = keep_failure(replace(record, where=where, file=file))
     if record.kind == "interrupt":
         return KeyboardInterrupt()

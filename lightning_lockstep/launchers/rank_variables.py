@@ -128,8 +128,7 @@ def _mpich(environ: Mapping[str, str]) -> StartedRank | None:
         return None
     # An mpiexec that gives no local numbers starts all ranks on one host.
     local = {"MPI_LOCALRANKID": environ.get("PMI_RANK", ""), "MPI_LOCALNRANKS": environ.get("PMI_SIZE", "")}
-    names = ("PMI_RANK", "PMI_SIZE", *local)
-    return _numbered("mpiexec", {**local, **environ}, "{}", names)
+    return _numbered("mpiexec", {**local, **environ}, "{}", ("PMI_RANK", "PMI_SIZE", *local))
 
 
 def _numbered(

@@ -126,8 +126,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
             stack = "Stack (most recent call last):\n" + "".join(traceback.format_stack(frame)).rstrip()
         extra = kwargs.pop("extra", None)
         if kwargs:
-            names = ", ".join(sorted(kwargs))
-            raise TypeError(f"a logging call got keywords that it does not know: {names}")
+            raise TypeError(f"a logging call got keywords that it does not know: {', '.join(sorted(kwargs))}")
         name, path, function = self.logger.name, frame.f_code.co_filename, frame.f_code.co_name
         return self.logger.makeRecord(
             name, level, path, frame.f_lineno, msg, args, exc_info, function, extra, stack

@@ -56,28 +56,18 @@ def runs_in_fp32(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get("forward"), _Float32Forward)
 
 
-class _Inner(nn.Module):
-    """Gives ``functional_call`` a module whose forward is the original one of another."""
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.inner = module
-        self._forward = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
-
-
 class _Float32Forward:
     """Takes the place of ``module.forward``."""
 
     def __init__(self, module: nn.Module, former: Callable[..., Any] | None) -> None:
-        self.former = former
-        forward = former if former is not None else type(module).forward.__get__(module)
-        self._inner = _Inner(module, forward)
+        self._module, self.former = module, former
+        # What `functional_call` calls: a module around this one, with the original forward.
+        self._around = nn.Module()
+        self._around.inner = module
+        self._around.forward = former if former is not None else type(module).forward.__get__(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._inner.inner
+        module = self._module
         leaves, _ = pytree.tree_flatten((args, kwargs))
         given = next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
         floating = (p for p in module.parameters() if p.is_floating_point())
@@ -91,20 +81,15 @@ class _Float32Forward:
         return _cast(output, (torch.float32,), example.dtype)
 
     def _compute(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        low = {
-            f"inner.{name}": tensor
-            for source in (module.named_parameters(), module.named_buffers())
-            for name, tensor in source
-            if tensor.dtype in LOW_PRECISION
-        }
-        if not low:
-            return self._inner(*args, **kwargs)
-        wide = {name: tensor.float() for name, tensor in low.items()}
-        output = torch.func.functional_call(self._inner, wide, args, kwargs)
+        named = (*module.named_parameters("inner"), *module.named_buffers("inner"))
+        wide = {name: tensor.float() for name, tensor in named if tensor.dtype in LOW_PRECISION}
+        if not wide:
+            return self._around(*args, **kwargs)
+        output = torch.func.functional_call(self._around, wide, args, kwargs)
         with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if f"inner.{name}" in wide:
-                    buffer.copy_(wide[f"inner.{name}"])
+            for name, buffer in module.named_buffers("inner"):
+                if name in wide:
+                    buffer.copy_(wide[name])
         return output
 
 

@@ -90,8 +90,7 @@ class Detection:
         loop = trainer.fit_loop.epoch_loop
         occasion = Occasion(trainer.current_epoch, trainer.global_step, loop.total_batch_idx, loop.batch_idx)
         self._buffers.refresh()
-        random = RandomState()
-        self.record = StepRecord(step, args, kwargs, random, self._buffers, occasion)
+        self.record = StepRecord(step, args, kwargs, RandomState(), self._buffers, occasion)
         place_of = getattr(trainer.strategy, "place_of", do_nothing)
         self.record.place = place_of([*args, *kwargs.values()][0])
         if self._seeded is not None:
@@ -99,8 +98,7 @@ class Detection:
         self._watch.begin_step()
         if occasion.batch_number not in self._settings.trace_batch_nums:
             return nullcontext()
-        divided = is_divided(trainer)
-        self._tracing = FrameRecorder(self._module, self._settings, whole=True, divided=divided)
+        self._tracing = FrameRecorder(self._module, self._settings, whole=True, divided=is_divided(trainer))
         return self._tracing.recording()
 
     def before_backward(self, loss: Tensor) -> None:

@@ -182,8 +182,7 @@ class StepAgreement:
             return  # all are leaving already
         self._requests.append(request)
         if len(self._requests) == 1:
-            everyone = range(self.channel.world_size)
-            self.channel.post(self._topic, ["promise?"], to=everyone)
+            self.channel.post(self._topic, ["promise?"], to=range(self.channel.world_size))
             if self._committed is not None:
                 return  # a process without others has answered at once
             clock.after(self.timeout / 2, self._no_answer, self._topic)

@@ -292,8 +292,7 @@ def note_failure(record: FailureRecord) -> None:
 
 def forget_failure() -> None:
     """Take the note of a failure back: the program has caught it."""
-    of_torchrun = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    for path in (of_torchrun, exit_plan.note):
+    for path in (os.environ.get("TORCHELASTIC_ERROR_FILE"), exit_plan.note):
         if path:
             with suppress(OSError):
                 Path(path).unlink()

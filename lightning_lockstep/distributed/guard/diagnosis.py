@@ -131,7 +131,9 @@ class StallDiagnosis:
     def work(self) -> None:
         """Begin a look that is due, or end one that waits in vain; call this now and then."""
         now = time.monotonic()
-        if self._look is None and any(one.due <= now for one in self._open):
+        if self._attempt.has_failure:  # it explains all requests
+            self.forget()
+        elif self._look is None and any(one.due <= now for one in self._open):
             self._begin_look(now)
         elif self._look is not None and self._is_in_vain(self._look, now - self._look.began):
             self._end_look(self._look)
@@ -141,12 +143,10 @@ class StallDiagnosis:
     def _take_request(self, message: Message) -> None:
         wanted, seconds, raised = message.body
         outstanding = None if wanted is None else Outstanding(*wanted)
-        request = DiagnosisRequest(message.sender, outstanding, seconds, raised)
-        now = time.monotonic()
         waits = [one.request.outstanding for one in self._open if not one.request.raised]
-        if self._attempt.has_failure or (request.outstanding in waits and not request.raised):
-            self._answer(request)
-        else:
+        if raised or outstanding not in waits:
+            now = time.monotonic()
+            request = DiagnosisRequest(message.sender, outstanding, seconds, raised)
             self._open.append(_Open(request, now, now))
 
     def _begin_look(self, now: float) -> None:
@@ -172,14 +172,9 @@ class StallDiagnosis:
         )
 
     def _silent(self, look: _Look) -> dict[int, UnresponsiveRank]:
-        # A rank that fails reports that before it closes its channel.
-        channel, has_failed = self._channel, self._attempt.has_failure
+        silent = sorted(set(range(self._channel.world_size)).difference(look.states))
         with self._own.activity.left_out():
-            return {
-                rank: probe_unresponsive(channel, rank, self._activities, has_failed=has_failed)
-                for rank in range(channel.world_size)
-                if rank not in look.states
-            }
+            return {rank: probe_unresponsive(self._channel, rank, self._activities) for rank in silent}
 
     def _end_look(self, look: _Look) -> None:
         self._look = None
@@ -194,9 +189,8 @@ class StallDiagnosis:
                 self._conclude(request, found)
             else:
                 one.due = time.monotonic() + again
-            if self._attempt.has_failure:  # this explains the other requests too
-                self.forget()
-                return
+            if self._attempt.has_failure:
+                return  # work() answers the other requests
 
     def _looked_at_again(
         self, one: _Open, found: Diagnosis | None, silent: Mapping[int, UnresponsiveRank]

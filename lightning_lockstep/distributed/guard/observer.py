@@ -193,14 +193,12 @@ def probe_unresponsive(
     channel: SideChannel,
     rank: int,
     activities: dict[int, Activity],  # what earlier calls in the same look have seen
-    *,
-    has_failed: bool,  # whether any rank is known to have failed, which explains why this one has left
 ) -> UnresponsiveRank:
     """Return what is known about a rank that does not answer; call this now and then while it does not."""
     host, pid = channel.process_of(rank)
     if channel.has_closed(rank):
-        said = "its program has ended"
-        return UnresponsiveRank(said, has_ended=has_failed, has_left=not has_failed)
+        # It has not failed: a rank that fails reports that first, and a failure ends the look.
+        return UnresponsiveRank("its program has ended", has_left=True)
     if host != socket.gethostname() or not pid:
         place = f" (process {pid} on host {host})" if pid else ""
         if channel.answers(rank):

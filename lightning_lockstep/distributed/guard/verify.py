@@ -306,8 +306,7 @@ class _GroupVerifier:
         self.last = last = _LastCall(here, time.time())
         try:
             if self._comparison is None:
-                size = len(self._ranks)
-                self._comparison = ComparisonGroup(self._store, self._rank, size, timeout=timeout)
+                self._comparison = ComparisonGroup(self._store, self._rank, len(self._ranks), timeout=timeout)
             if not self._comparison.all_equal(known[1] ^ batch_number(batch), timeout):
                 raise mismatch(self._ranks, self._comparison.exchange(replace(here, batch=batch).to_bytes()))
         except BaseException:

@@ -33,8 +33,7 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
 
         ranks = ranks_here(options.nproc or 2)
     except ImportError as error:
-        evidence = f"torch cannot be imported: {first_line(error)}"
-        yield problem("ranks", evidence, "lockstep-doctor packages")
+        yield problem("ranks", f"torch cannot be imported: {first_line(error)}", "lockstep-doctor packages")
         return
     try:
         yield from examine(ranks, options.backends)

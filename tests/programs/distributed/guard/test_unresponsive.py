@@ -34,9 +34,9 @@ class Channel:
 def found(channel: Channel, seconds: float = 0.6) -> UnresponsiveRank:
     activities, end = dict[int, Activity](), time.monotonic() + seconds
     while time.monotonic() < end:
-        probe_unresponsive(channel, 1, activities, has_failed=False)  # type: ignore[arg-type]
+        probe_unresponsive(channel, 1, activities)  # type: ignore[arg-type]
         time.sleep(0.05)
-    return probe_unresponsive(channel, 1, activities, has_failed=False)  # type: ignore[arg-type]
+    return probe_unresponsive(channel, 1, activities)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
