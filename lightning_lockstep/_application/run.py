@@ -23,12 +23,12 @@ from lightning_lockstep._application.records import (
     Summary,
     finish,
     keep_unless_kept,
+    places,
     read_metrics,
     remove_earlier_summary,
     show,
     write,
 )
-from lightning_lockstep._application.records import places as logger_places
 from lightning_lockstep._lightning import (
     PYTORCH,
     Callback,
@@ -165,7 +165,7 @@ def run(config: DictConfig) -> float | None:
             if interrupted:
                 sys.exit(shell_exit_code(-signal.SIGINT))  # Lightning itself ends with 1
         raise
-    places = logger_places(loggers) if trainer.is_global_zero else {}
+    logs = places(loggers) if trainer.is_global_zero else {}
     finish(loggers, failed=False)
     if ran_elsewhere():
         # The ranks have done it all, and rank 0 has reported it.
@@ -178,7 +178,7 @@ def run(config: DictConfig) -> float | None:
             ranks=trainer.world_size,
             samples_per_second=record.samples_per_second(trainer.world_size),
             wall_time=time.monotonic() - began,
-            files=_files(config, trainer, places),
+            files=_files(config, trainer, logs),
         )
         write(summary, Path(trainer.default_root_dir))
         show(summary)
@@ -238,13 +238,13 @@ def _best(trainer: Any) -> str | None:
     return None
 
 
-def _files(config: DictConfig, trainer: Any, places: dict[str, str]) -> dict[str, str]:
+def _files(config: DictConfig, trainer: Any, logs: dict[str, str]) -> dict[str, str]:
     """Where everything of a run is, as rows of the closing table."""
     taken, best, last = config.get("ckpt_path"), _best(trainer), last_checkpoint(trainer)
     rows = {
         "run folder": trainer.default_root_dir,
         "resumed from" if config.fit else "checkpoint": taken,
-        **places,
+        **logs,
         "best checkpoint": best,
         "last checkpoint": last if last is not None and last.exists() else None,
     }

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -112,44 +112,6 @@ def _is_current(agreement: StepAgreement) -> bool:
     return channel.usable and channel.world_size == (1 if group is None else group.world_size)
 
 
-# -- A signal requests a stop from outside the program --
-
-
-class SignalWatch:
-    """Takes signals over from Lightning while a fit runs; made before Lightning sets its own handlers."""
-
-    # Lightning answers a SIGTERM with a broadcast from inside the handler, which pairs up with whatever
-    # collective the other ranks are in. This handler only makes a request, and calls the user's own.
-
-    def __init__(self, numbers: Sequence[signal.Signals], request: Callable[[str], None]) -> None:
-        self._request = request  # must be safe in a signal handler
-        self._of_user = {number: signal.getsignal(number) for number in numbers}
-        self._before: dict[signal.Signals, Any] = {}
-        self._received: set[signal.Signals] = set()
-
-    def install(self) -> None:
-        """Take over, unless that is done already or this is not the main thread."""
-        if self._before or threading.current_thread() is not threading.main_thread():
-            return
-        for number in self._of_user:
-            self._before[number] = signal.signal(number, self._arrived)
-
-    def restore(self) -> None:
-        for number, handler in self._before.items():
-            if signal.getsignal(number) == self._arrived:
-                signal.signal(number, handler)
-        self._before.clear()
-
-    def _arrived(self, number: int, frame: FrameType | None) -> None:
-        known = signal.Signals(number)
-        if known not in self._received:  # schedulers repeat themselves
-            self._received.add(known)
-            self._request(f"received {known.name}")
-        handler = self._of_user[known]
-        if callable(handler):
-            handler(number, frame)
-
-
 # -- The callback --
 
 PREEMPTED = "preempted"
@@ -222,12 +184,17 @@ class StopTogether(EndsWithRun):
         """Note whose signal handlers there are, before Lightning sets its own."""
         requeues = requeue_signal(trainer._accelerator_connector.cluster_environment)
         numbers = {*(signal.Signals[name] for name in self.signals), *([requeues] if requeues else [])}
-        self._signal_watch = SignalWatch(sorted(numbers), self._preempt)
-        self.at_end.callback(self._signal_watch.restore)
+        self._handlers_of_user = {number: signal.getsignal(number) for number in sorted(numbers)}
+        self._handlers_before: dict[signal.Signals, Any] = {}  # that this callback has replaced
+        self._received: set[signal.Signals] = set()
+        self.at_end.callback(self._restore_signals)
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         """Take over the signals; Lightning has set its own handlers just before. Without a check, before training."""
-        self._signal_watch.install()
+        if self._handlers_before or threading.current_thread() is not threading.main_thread():
+            return
+        for number in self._handlers_of_user:
+            self._handlers_before[number] = signal.signal(number, self._on_signal)
 
     on_train_start = on_sanity_check_start
 
@@ -243,12 +210,29 @@ class StopTogether(EndsWithRun):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Put signal handlers back, and act on a signal after the last batch. Ranks: all, together; one reduction."""
-        self._signal_watch.restore()
+        self._restore_signals()
         unanswered = self._agreement.unanswered(PREEMPTED)
         agreed = current_communicator().agree(bool(unanswered), "; ".join(unanswered))
         if agreed:
             self._agreement.start_over()  # the requests are answered, and must not stop the next fit
             self._save_and_end(trainer, "; ".join(f"rank {rank}: {why}" for rank, why in agreed.items()))
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # Lightning answers a SIGTERM with a broadcast from inside the handler, which pairs up with whatever collective
+        # the other ranks are in. This handler only makes a request, and calls the user's own.
+        known = signal.Signals(number)
+        if known not in self._received:  # schedulers repeat themselves
+            self._received.add(known)
+            self._preempt(f"received {known.name}")
+        handler = self._handlers_of_user[known]
+        if callable(handler):
+            handler(number, frame)
+
+    def _restore_signals(self) -> None:
+        for number, handler in self._handlers_before.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, handler)
+        self._handlers_before.clear()
 
     def _look_for_file(self) -> None:
         if self._stop_file is None or self._found_file or time.monotonic() - self._looked < _LOOK_EVERY:

@@ -92,7 +92,7 @@ def find_gpus(machine: Machine) -> list[Gpu]:
                     name=values["name"],
                     memory=major(values["memory.total"]),
                     capability=capability if len(capability) == 2 else (),
-                    bus_id=values["pci.bus_id"],
+                    bus_id=values["pci.bus_id"].lower(),
                 )
             )
     return found

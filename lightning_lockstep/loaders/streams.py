@@ -42,7 +42,11 @@ def shared_stream(
     if divides_itself(loader.dataset):
         return loader
     parts = StreamParts(loader, rank, ranks, trains=trains)
-    return SharedStream(_reading(loader, parts), loader, parts, ahead)
+    begin = loader.worker_init_fn and partial(_begin_worker, loader.worker_init_fn)
+    # Parts come in order, because all ranks give their parts of a batch together. A part needs no collating.
+    own = {"dataset": parts, "collate_fn": tuple, "worker_init_fn": begin, "in_order": True}
+    reading = loader_with(loader, **own, batch_size=None, batch_sampler=None, drop_last=False)
+    return SharedStream(reading, loader, parts, ahead)
 
 
 def is_plain_loader(loader: Any) -> bool:
@@ -194,11 +198,3 @@ def _begin_worker(begin: Callable[[int], None], number: int) -> None:
     info: Any = get_worker_info()
     with _as_only_worker(info.dataset.dataset, info.seed):
         begin(number)
-
-
-def _reading(loader: DataLoader[Any], parts: StreamParts) -> DataLoader[Any]:
-    """Return a loader like ``loader`` that reads parts, each of which is a batch."""
-    begin = loader.worker_init_fn and partial(_begin_worker, loader.worker_init_fn)
-    # Parts come in order, because all ranks give their parts of a batch together. A part needs no collating.
-    own = {"dataset": parts, "collate_fn": tuple, "worker_init_fn": begin, "in_order": True}
-    return loader_with(loader, **own, batch_size=None, batch_sampler=None, drop_last=False)

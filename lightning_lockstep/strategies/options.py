@@ -225,60 +225,40 @@ def settings_and_options(
 # -- Which rank runs where, shown once, and a warning that names the slowest GPU if GPUs differ --
 
 
-@dataclass(frozen=True)
-class RankPlacement:
-    """Where one rank runs."""
-
-    rank: int
-    host: str
-    device: str  # ``cpu`` or ``cuda:0``
-    device_name: str  # of the GPU, else the device's type
-    memory: int  # of the GPU or, for a CPU rank, of the host [bytes]; 0: not known
-    capability: tuple[int, int]  # of CUDA; (0, 0): another device
-    threads: int  # on the CPU
-    cores: tuple[int, ...]  # numbers of those that it may use
+#: A rank's row of the table; and capability, memory and name of its GPU if it has one, by which GPUs are compared.
+Placement = tuple[tuple[Any, ...], tuple[int, int, int, str] | None]
 
 
 def show_placement(communicator: Communicator, device: torch.device, threads: int) -> None:
     """Show which rank runs where. Ranks: all, together; a gather."""
     placements = communicator.gather(placement_of(communicator, device, threads))
     if communicator.is_main:
-        say(_table(placements))
+        headings = ("rank", "host", "device", "memory", "threads", "cores")
+        say(f"{len(placements)} ranks\n{plain_table(headings, [row for row, _ in placements])}")
         if warning := mixed_gpus_warning(placements):
             _log.warning(warning)
 
 
-def placement_of(communicator: Communicator, device: torch.device, threads: int) -> RankPlacement:
+def placement_of(communicator: Communicator, device: torch.device, threads: int) -> Placement:
     """Return where this rank runs; on CUDA this asks the driver."""
-    name, memory, capability = device.type.upper(), 0, (0, 0)
+    name, memory, gpu = str(device), None, None
     if device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(device)
-        name, memory, capability = gpu.name, gpu.total_memory, (gpu.major, gpu.minor)
+        found = torch.cuda.get_device_properties(device)
+        name, memory = f"{device} {found.name}", found.total_memory
+        gpu = found.major, found.minor, found.total_memory, found.name
     elif device.type == "cpu":
         memory = psutil.virtual_memory().total
-    rank, host = communicator.rank, communicator.host
-    return RankPlacement(rank, host, str(device), name, memory, capability, threads, usable_cores())
+    rank, host, cores = communicator.rank, communicator.host, ranges(usable_cores())
+    return (rank, host, name, size_in_words(memory), threads, cores), gpu
 
 
-def _table(placements: Sequence[RankPlacement]) -> str:
-    rows = []
-    for one in placements:
-        device = one.device if one.capability == (0, 0) else f"{one.device} {one.device_name}"
-        memory = size_in_words(one.memory or None)
-        rows.append((one.rank, one.host, device, memory, one.threads, ranges(one.cores)))
-    headings = ("rank", "host", "device", "memory", "threads", "cores")
-    return f"{len(placements)} ranks\n{plain_table(headings, rows)}"
-
-
-def mixed_gpus_warning(placements: Sequence[RankPlacement]) -> str | None:
+def mixed_gpus_warning(placements: Sequence[Placement]) -> str | None:
     """Return a warning that names the slowest GPU when the GPUs differ, else ``None``."""
-    gpus = [one for one in placements if one.capability != (0, 0)]
-    if len({(gpu.device_name, gpu.memory, gpu.capability) for gpu in gpus}) < 2:
+    gpus = sorted((gpu, row) for row, gpu in placements if gpu is not None)
+    if not gpus or gpus[0][0] == gpus[-1][0]:
         return None
-    gpus.sort(key=lambda gpu: (gpu.capability, gpu.memory))
     slowest, fastest = (
-        f"rank {gpu.rank} on {gpu.host} has {gpu.device_name} ({size_in_words(gpu.memory)}, compute capability"
-        f" {gpu.capability[0]}.{gpu.capability[1]})"
-        for gpu in (gpus[0], gpus[-1])
+        f"rank {rank} on {host} has {name} ({memory}, compute capability {major}.{minor})"
+        for (major, minor, _, name), (rank, host, _, memory, *_) in (gpus[0], gpus[-1])
     )
     return f"This run has mixed GPUs, and every step waits for the slowest: {slowest}, {fastest}."

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import sys
 import time
 from array import array
@@ -57,8 +56,6 @@ _SIZE, _WARM_UP, _PRODUCTS = 4096, 3, 10
 
 
 def torch_devices() -> dict[str, Any]:
-    # As nvidia-smi numbers them; looked at when torch first asks for devices.
-    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     import torch
 
     is_timed = torch.cuda.is_available() and "--speed" in sys.argv[1:]
@@ -67,10 +64,14 @@ def torch_devices() -> dict[str, Any]:
 
 
 def _speed(index: int) -> dict[str, Any]:
-    """Return the speed of a product of float16 matrices [operations/s], or why there is none."""
+    """Return a device's address on the PCI bus, and the speed of a product of float16 matrices [operations/s]."""
     import torch
 
+    found: dict[str, Any] = {}
     try:
+        gpu: Any = torch.cuda.get_device_properties(index)
+        # As nvidia-smi writes it. CUDA's own numbers are others if CUDA_VISIBLE_DEVICES hides or orders devices.
+        found["bus_id"] = f"{gpu.pci_domain_id:08x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
         device = torch.device("cuda", index)
         matrix = torch.randn(_SIZE, _SIZE, device=device, dtype=torch.float16)
         for _ in range(_WARM_UP):
@@ -80,9 +81,10 @@ def _speed(index: int) -> dict[str, Any]:
         for _ in range(_PRODUCTS):
             matrix @ matrix
         torch.cuda.synchronize(device)
-        return {"speed": _PRODUCTS * 2 * _SIZE**3 / (time.perf_counter() - began)}
+        found["speed"] = _PRODUCTS * 2 * _SIZE**3 / (time.perf_counter() - began)
     except RuntimeError as error:  # out of memory, a device in use by somebody alone, no kernel for it
-        return {"error": first_line(error)}
+        found["error"] = first_line(error)
+    return found
 
 
 # -- Which devices torch-xla finds --

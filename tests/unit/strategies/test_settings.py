@@ -15,15 +15,8 @@ from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, Lockstep
 from lightning_lockstep._lightning import Trainer
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.numerics.precision import resolve_precision, supported_precisions
-from lightning_lockstep.strategies.options import (
-    OptionsOfDDP,
-    RankPlacement,
-    mixed_gpus_warning,
-    placement_of,
-)
+from lightning_lockstep.strategies.options import OptionsOfDDP, Placement, mixed_gpus_warning, placement_of
 from lightning_lockstep.strategies.uneven_inputs import with_even_batches
-
-GIB = 2**30
 
 
 def test_unknown_options_are_named_with_their_nearest_of_all_that_a_strategy_takes() -> None:
@@ -108,22 +101,23 @@ def test_a_rank_without_a_batch_cannot_join() -> None:
         with_even_batches([], "join", trainer, ranks, [(0, True), (7, True)])
 
 
-def gpu(rank: int, name: str, gib: int, capability: tuple[int, int]) -> RankPlacement:
-    return RankPlacement(rank, f"node{rank}", "cuda:0", name, gib * GIB, capability, 4, (0, 1))
+def gpu(rank: int, name: str, gib: int, capability: tuple[int, int]) -> Placement:
+    row = (rank, f"node{rank}", f"cuda:0 {name}", f"{gib} GiB", 4, "0-1")
+    return row, (*capability, gib * 2**30, name)
 
 
 def test_the_slowest_gpu_is_named() -> None:
     gpus = [gpu(0, "H200", 139, (9, 0)), gpu(1, "A100", 80, (8, 0)), gpu(2, "A100", 40, (8, 0))]
     warning = mixed_gpus_warning(gpus)
     assert warning is not None
-    assert "rank 2 on node2 has A100 (40.0 GiB, compute capability 8.0)" in warning
+    assert "rank 2 on node2 has A100 (40 GiB, compute capability 8.0)" in warning
     assert "rank 0 on node0 has H200 (139 GiB, compute capability 9.0)" in warning
     assert "mixed GPUs" in warning
     assert mixed_gpus_warning(gpus[:1] * 4) is None
-    cpu = RankPlacement(0, "a", "cpu", "CPU", GIB, (0, 0), 1, (0,))
-    assert mixed_gpus_warning([cpu, cpu]) is None
+    on_cpu = placement_of(Communicator(), torch.device("cpu"), threads=1)
+    assert mixed_gpus_warning([on_cpu, on_cpu]) is None
 
 
 def test_a_device_of_another_type_has_a_row_too() -> None:
-    place = placement_of(Communicator(), torch.device("xla:0"), threads=1)
-    assert (place.device, place.device_name, place.memory) == ("xla:0", "XLA", 0)
+    row, _ = placement_of(Communicator(), torch.device("xla:0"), threads=1)
+    assert row[2:4] == ("xla:0", "-")
