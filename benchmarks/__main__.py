@@ -103,12 +103,8 @@ def main() -> int:
         metavar="topic",
         help="one of those above",
     )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help=f"for {listed} (default: cpu)"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a few rounds, to see that it runs; writes no file"
-    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=f"for {listed} (default: cpu)")
+    parser.add_argument("--quick", action="store_true", help="a few rounds, to see that it runs; writes no file")
     parser.add_argument(
         "--against",
         type=Path,
@@ -142,9 +138,7 @@ def main() -> int:
         target = HERE / "results" / f"{given.topic}.md"
         target.parent.mkdir(exist_ok=True)
         target.write_text(markdown(report, about, f"python -m benchmarks {given.topic}"))
-        console.print(
-            f"written: {target.relative_to(Path.cwd()) if target.is_relative_to(Path.cwd()) else target}"
-        )
+        console.print(f"written: {target.relative_to(Path.cwd()) if target.is_relative_to(Path.cwd()) else target}")
     return 0
 
 

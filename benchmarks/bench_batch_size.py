@@ -120,9 +120,7 @@ class Turns(Callback):
         self.began: tuple[int, bool, float] | None = None
         self.guarded: Any = None
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, step: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, step: int) -> None:
         if self.began is not None:
             index, on, began = self.began
             self.steps.append((index, on, time.perf_counter() - began))
@@ -175,9 +173,7 @@ class RealModel(Walled):
         else:
             self.net = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=256, use_cache=False))
             inputs = labels = torch.zeros(1, 256, dtype=torch.long)
-        self.loader_ = TensorDataset(
-            *(one.expand(count, *(-1 for _ in one.shape[1:])) for one in (inputs, labels))
-        )
+        self.loader_ = TensorDataset(*(one.expand(count, *(-1 for _ in one.shape[1:])) for one in (inputs, labels)))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.tried = list(dict.fromkeys([*self.tried, len(batch[0])]))

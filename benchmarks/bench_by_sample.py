@@ -103,16 +103,13 @@ def fit(build: Callable[[], nn.Module], size: int, steps: int, options: dict[str
     return times.took[10:]
 
 
-def in_turn(
-    build: Callable[[], nn.Module], size: int, steps: int, rounds: int, on: dict[str, Any]
-) -> Samples:
+def in_turn(build: Callable[[], nn.Module], size: int, steps: int, rounds: int, on: dict[str, Any]) -> Samples:
     """Both ways in turn, in one group of ranks; the median step of each fit [s]."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     ways = {OFF: {}, ON: on}
     variants = {
-        name: lambda given=given: statistics.median(fit(build, size, steps, given))
-        for name, given in ways.items()
+        name: lambda given=given: statistics.median(fit(build, size, steps, given)) for name, given in ways.items()
     }
     return interleave(variants, rounds=rounds, warmup=1)  # type: ignore[arg-type]
 
@@ -124,8 +121,7 @@ def loading(rounds: int) -> Samples:
     data = Squares(torch.zeros(SAMPLES, 1))
     batches = [range(first, first + 32) for first in range(0, SAMPLES, 32)]
     places = [
-        PlacedBatch(batch, BatchPlace(0, number, 32 * number, 1, len(batch)))
-        for number, batch in enumerate(batches)
+        PlacedBatch(batch, BatchPlace(0, number, 32 * number, 1, len(batch))) for number, batch in enumerate(batches)
     ]
     loaders = {
         OFF: DataLoader(data, batch_sampler=batches),  # type: ignore[arg-type]
@@ -193,9 +189,7 @@ def run(quick: bool) -> Report:
     ):
         for ranks in (1, 2):
             print(f"{title}, {ranks}", flush=True)
-            samples = run_ranks(ranks, in_turn, build, 64, steps, rounds, options, backend=None, timeout=600)[
-                0
-            ]
+            samples = run_ranks(ranks, in_turn, build, 64, steps, rounds, options, backend=None, timeout=600)[0]
             shown = f"{title}, {ranks} rank{'s' * (ranks > 1)}, batch 64 per rank"
             tables.append(Comparison(shown, samples, peer=OFF, at_most={ON: goal}))
     notes = [

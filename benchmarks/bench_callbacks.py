@@ -67,9 +67,7 @@ class Clock(Callback):
             self.seconds = (time.perf_counter() - self.began) / (self.steps - WARMUP)
 
 
-def step_of(
-    name: str, model: str, ranks: int, steps: int, profiler: torch.profiler.profile | None = None
-) -> float:
+def step_of(name: str, model: str, ranks: int, steps: int, profiler: torch.profiler.profile | None = None) -> float:
     """Fit with a variant; the mean step [s]."""
     guard, callbacks = VARIANTS[name]
     torch.manual_seed(0)
@@ -97,9 +95,7 @@ def waits(names: list[str], model: str, ranks: int, steps: int = 50) -> list[lis
     for name in names:
         profiler = torch.profiler.profile()
         step_of(name, model, ranks, steps, profiler)
-        found = [
-            one for one in profiler.key_averages() if one.key.startswith("cuda") and "Synchron" in one.key
-        ]
+        found = [one for one in profiler.key_averages() if one.key.startswith("cuda") and "Synchron" in one.key]
         count = sum(one.count for one in found) / (steps - WARMUP)
         milliseconds = sum(one.cpu_time_total for one in found) / 1000 / (steps - WARMUP)
         rows.append([name, f"{count:.2f}", f"{milliseconds:.3f}"])

@@ -103,9 +103,7 @@ VARIANTS: dict[str, Callable[..., dict[str, float]]] = {PEER: bare, OURS: ours}
 
 def one(name: str, widths: list[int], stage: int, steps: int, what: str) -> float:
     """One fresh pair of ranks."""
-    found = run_ranks(
-        2, VARIANTS[name], widths, stage, steps, backend=None, timeout=240, env={"OMP_NUM_THREADS": "1"}
-    )
+    found = run_ranks(2, VARIANTS[name], widths, stage, steps, backend=None, timeout=240, env={"OMP_NUM_THREADS": "1"})
     return max(float(of_rank[what]) for of_rank in found)
 
 
@@ -124,8 +122,7 @@ def memory(rounds: int) -> Table:
     rows = []
     for stage in (0, 1, 2, 3):
         found = {
-            name: statistics.median(one(name, LARGE, stage, 8, "bytes") for _ in range(rounds))
-            for name in VARIANTS
+            name: statistics.median(one(name, LARGE, stage, 8, "bytes") for _ in range(rounds)) for name in VARIANTS
         }
         rows.append([f"{stage}", *(f"{found[name] / MIB:.0f}" for name in VARIANTS)])
         print(f"memory, stage {stage}: {rows[-1]}", flush=True)

@@ -53,9 +53,7 @@ def row(fault: str, strategy: str, *, limit: float) -> list[str]:
     # Below it, runs of this package name the file in which the failure is kept.
     last = next((line for line in reversed(lines) if not line.startswith(SAVED)), "")
     if shown.returncode is None:
-        ended = f"still hanging after {limit:.0f} s" + (
-            "" if shown.obeyed else f", and {PATIENCE:.0f} s after SIGTERM"
-        )
+        ended = f"still hanging after {limit:.0f} s" + ("" if shown.obeyed else f", and {PATIENCE:.0f} s after SIGTERM")
     else:
         code = shown.returncode
         ended = f"exit code {code if code >= 0 else 128 - code}"

@@ -148,9 +148,7 @@ def memory(rounds: int) -> Table:
     found = {name: statistics.median(highest(name) for _ in range(rounds)) for name in VARIANTS}
     rows = [[name, f"{value / MIB:.0f}", f"{value / found[PEER]:.3f}"] for name, value in found.items()]
     print(f"memory: {rows}", flush=True)
-    title = (
-        f"peak memory of a rank above its start, {parameters(LARGE) / 1e6:.1f} M parameters float32, AdamW"
-    )
+    title = f"peak memory of a rank above its start, {parameters(LARGE) / 1e6:.1f} M parameters float32, AdamW"
     return Table(f"{title}; goal of {OURS}: 1.02", ["", "MiB", f"over {PEER}"], rows)
 
 

@@ -52,8 +52,7 @@ def measure(title: str, start: Start, rounds: int) -> list[Comparison]:
                 for row, seconds in json.loads(out.read_text()).items():
                     taken.setdefault(row, {}).setdefault(engine, []).append(seconds)
     return [
-        Comparison(f"{title}: {row}", samples, peer=PEER, at_most={"mpi4py": 1.0})
-        for row, samples in taken.items()
+        Comparison(f"{title}: {row}", samples, peer=PEER, at_most={"mpi4py": 1.0}) for row, samples in taken.items()
     ]
 
 

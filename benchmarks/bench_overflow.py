@@ -101,9 +101,7 @@ class Turns(Callback):
     def __init__(self, workload: Workload, kinds: list[str], cycles: int) -> None:
         self.samples: Samples = {kind: [] for kind in kinds}
         self._stretch = workload.stretch
-        self._order = [
-            kind for n in range(-1, cycles) for kind in kinds[n % len(kinds) :] + kinds[: n % len(kinds)]
-        ]
+        self._order = [kind for n in range(-1, cycles) for kind in kinds[n % len(kinds) :] + kinds[: n % len(kinds)]]
         self._warmup = len(kinds)
         self._turn = -1
         self._ends: list[float] = []

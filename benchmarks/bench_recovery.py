@@ -104,9 +104,7 @@ def _with_torchft(command: list[str], environment: dict[str, str], log: Any) -> 
     from torchft.coordination import LighthouseServer
 
     # The settings of its README.
-    lighthouse = LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=1, quorum_tick_ms=100, join_timeout_ms=10_000
-    )
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, quorum_tick_ms=100, join_timeout_ms=10_000)
     stores = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) for _ in range(4)]
     own = {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "RANK": "0", "WORLD_SIZE": "1"}
     places = [{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)} for store in stores]
@@ -148,9 +146,7 @@ def on_a_card() -> Report:
         for where in ("backward", "queued"):
             print(f"{killed} killed, {where}", flush=True)
             one = train("ours", kill, where=where)
-            rows.append(
-                [killed, where, f"{one.away:.2f}", str(one.repeated), _difference([one.weights], weights)]
-            )
+            rows.append([killed, where, f"{one.away:.2f}", str(one.repeated), _difference([one.weights], weights)])
     columns = ["killed", "where", "to the next step [s]", "steps made again", "weights at the end"]
     again = run_ranks(1, nccl_again, 5, backend=None, timeout=60)[0]
     return Report(

@@ -47,9 +47,7 @@ class Times(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.began = time.perf_counter()
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx < WARMUP:
             return
         self.samples[STEP].append(time.perf_counter() - self.began)

@@ -57,9 +57,7 @@ def in_rank(rounds: int) -> Samples:
     turns = Turns(rounds, together.on_train_batch_end)
     together.on_train_batch_end = lambda *_: None  # from now on only when it is its turn
     widths = WIDTHS["1 M"]
-    data = [(torch.randn(8, widths[0]), torch.randn(8, widths[-1]))] * (
-        (rounds + 1) * len(VARIANTS) * STRETCH
-    )
+    data = [(torch.randn(8, widths[0]), torch.randn(8, widths[-1]))] * ((rounds + 1) * len(VARIANTS) * STRETCH)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
@@ -74,12 +72,8 @@ def in_rank(rounds: int) -> Samples:
 
 
 def run(quick: bool) -> Report:
-    found = run_ranks(
-        2, in_rank, 3 if quick else 200, backend=None, timeout=280, env={"OMP_NUM_THREADS": "1"}
-    )
-    samples = {
-        name: [max(pair) for pair in zip(*(of[name] for of in found), strict=True)] for name in VARIANTS
-    }
+    found = run_ranks(2, in_rank, 3 if quick else 200, backend=None, timeout=280, env={"OMP_NUM_THREADS": "1"})
+    samples = {name: [max(pair) for pair in zip(*(of[name] for of in found), strict=True)] for name in VARIANTS}
     title = "Time inside the hook at the end of a step, on the slower rank"
     table = Comparison(title, samples, peer=PEER, at_most={TOGETHER: 0.1}, by="difference")
     notes = [

@@ -58,8 +58,6 @@ def run(quick: bool) -> Report:
         rounds=2 if quick else 7,
         progress=lambda line: print(line, flush=True),
     )
-    table = Comparison(
-        "all_reduce, 2 ranks, a process each time", samples, peer=DETAIL, at_most={VERIFY: 1.0}
-    )
+    table = Comparison("all_reduce, 2 ranks, a process each time", samples, peer=DETAIL, at_most={VERIFY: 1.0})
     notes = ["Each sample is the median of many calls of 8 float32 values, each after a barrier."]
     return Report("guard='verify' over torch's DETAIL", [table], notes)

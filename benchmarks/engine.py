@@ -96,9 +96,7 @@ class Comparison:
     def spread(self) -> str:
         """What is shown of the rounds beside their median: the quartiles, or of a few the lowest and the highest."""
         rounds = len(self.samples[self.peer])
-        return (
-            MIDDLE_HALF if rounds >= _FOR_QUARTILES else "one round" if rounds == 1 else f"range of {rounds}"
-        )
+        return MIDDLE_HALF if rounds >= _FOR_QUARTILES else "one round" if rounds == 1 else f"range of {rounds}"
 
     def rows(self) -> list[list[str]]:
         """One row a variant."""

@@ -51,8 +51,7 @@ def facts(quick: bool) -> dict[str, str]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return {
-        "measured": datetime.date.today().isoformat()
-        + (" (quick: too few rounds to quote)" if quick else ""),
+        "measured": datetime.date.today().isoformat() + (" (quick: too few rounds to quote)" if quick else ""),
         "commit": commit(),
         "processor": f"{_processor()}, {usable} usable cores",
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",

@@ -133,9 +133,7 @@ def first_run(folder: Path) -> None:
         "$ lockstep-train data=digits model=cnn strategy=ddp trainer.devices=2 \\",
         "    trainer.max_epochs=8",
     ]
-    (folder / "first-run.svg").write_text(
-        draw([*lines, *shown.lines], "two ranks, two CPU cores", "first-run")
-    )
+    (folder / "first-run.svg").write_text(draw([*lines, *shown.lines], "two ranks, two CPU cores", "first-run"))
 
 
 def overflow_plot(folder: Path) -> None:
@@ -204,9 +202,7 @@ def real_model(folder: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.2), layout="constrained")
-    figure.suptitle(
-        "A residual network with augmentation, batch norm and dropout, global batch 60", fontsize=11
-    )
+    figure.suptitle("A residual network with augmentation, batch norm and dropout, global batch 60", fontsize=11)
     panel = figure.subplots()
     draw_by_ranks(panel, by_ranks("real_model.py", all_at_once=True), 0, "test accuracy")
     panel.legend(frameon=False, loc="best")
@@ -250,17 +246,13 @@ PICTURES: dict[str, Callable[[Path], None]] = {
 
 def main() -> int:
     """Make the pictures that the command line names, or all."""
-    names = "\n".join(
-        f"  {name:14} {(made.__doc__ or '').splitlines()[0]}" for name, made in PICTURES.items()
-    )
+    names = "\n".join(f"  {name:14} {(made.__doc__ or '').splitlines()[0]}" for name, made in PICTURES.items())
     parser = argparse.ArgumentParser(
         prog="scripts/pictures",
         description="Run small jobs and draw what they print.\n" + names,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "names", nargs="*", choices=[*PICTURES, []], metavar="name", help="which (default: all)"
-    )
+    parser.add_argument("names", nargs="*", choices=[*PICTURES, []], metavar="name", help="which (default: all)")
     parser.add_argument("--to", type=Path, default=TARGET, help="folder (default: docs/pictures)")
     given = parser.parse_args()
     given.to.mkdir(parents=True, exist_ok=True)

@@ -41,9 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=1, help="processes on this host")
     parser.add_argument("--memory-limit", default="1GiB", help="most memory of a rank")
-    parser.add_argument(
-        "--global-batch-size", type=int, help="of all ranks in one optimizer step; else what fits"
-    )
+    parser.add_argument("--global-batch-size", type=int, help="of all ranks in one optimizer step; else what fits")
     given = parser.parse_args()
     finder = AutoBatchSize(
         memory_limit=given.memory_limit,

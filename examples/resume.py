@@ -18,7 +18,5 @@ class Module(BoringModel):
 
 saved = Path("runs/resume/checkpoints/preempted.ckpt")
 options = {"accelerator": "cpu", "devices": 2, "strategy": "lockstep_ddp", "max_epochs": 2, "logger": False}
-trainer = Trainer(
-    **options, default_root_dir="runs/resume", callbacks=[StopTogether()], enable_progress_bar=False
-)
+trainer = Trainer(**options, default_root_dir="runs/resume", callbacks=[StopTogether()], enable_progress_bar=False)
 trainer.fit(Module(), ckpt_path=saved if saved.exists() else None)

@@ -99,9 +99,7 @@ class Completed:
         return self.returncode == OUT_OF_TIME
 
 
-def run_program(
-    command: Sequence[str], timeout: float, environment: Mapping[str, str] | None = None
-) -> Completed:
+def run_program(command: Sequence[str], timeout: float, environment: Mapping[str, str] | None = None) -> Completed:
     """Run a program in its own group and wait ``timeout`` [s] for it; what it has started ends with it."""
     # Files, not pipes: a pipe is only at its end when the last process that a program has left behind is.
     with memory_file() as output, memory_file() as errors:

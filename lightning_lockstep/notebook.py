@@ -66,9 +66,7 @@ def notebook_launcher(
         return function(*args)
     check_untouched()
     prepare_fork()
-    group = RanksToStart(
-        number=number, world_size=number, start_method="fork", grace_period=grace_period, in_cell=True
-    )
+    group = RanksToStart(number=number, world_size=number, start_method="fork", grace_period=grace_period, in_cell=True)
     try:
         returned: _Returned = run_in_ranks(group, _be_rank, number, find_free_network_port(), function, args)
     except KeyboardInterrupt as error:

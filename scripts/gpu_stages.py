@@ -125,9 +125,7 @@ class Run:
                 if case.find("failure") is not None or case.find("error") is not None:
                     self.say(f"  failed: {case.get('classname')}::{case.get('name')}")
         # Of the log, which is written as it goes.
-        ended = Counter(
-            re.findall(r"(?m)^(?:\S+::.* |\[gw\d+\] .*)(PASSED|FAILED|ERROR|SKIPPED)\b", log.read_text())
-        )
+        ended = Counter(re.findall(r"(?m)^(?:\S+::.* |\[gw\d+\] .*)(PASSED|FAILED|ERROR|SKIPPED)\b", log.read_text()))
         text = ", ".join(f"{count} {kind.lower()}" for kind, count in ended.items()) or "no tests"
         return text + self.how(code, ends_at)
 

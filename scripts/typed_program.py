@@ -152,11 +152,7 @@ def failures(module: LightningModule) -> str:
         train(module)
     except RankFailedError as error:
         record = error.record
-        return (
-            "unknown"
-            if record is None
-            else f"{record.rank} of {record.world_size} on {record.host}: {record.kind}"
-        )
+        return "unknown" if record is None else f"{record.rank} of {record.world_size} on {record.host}: {record.kind}"
     except ConfigurationError as error:
         return "\n".join(error.faults)
     except (CollectiveMismatchError, CollectiveStallError, CollectiveError) as error:

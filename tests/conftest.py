@@ -67,17 +67,13 @@ def leak_police(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(
-    leak_police: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def empty_folder(leak_police: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run each test in a folder of its own: not the repository, where the demo may have left runs in `outputs/`."""
     monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--device", choices=("cpu", "cuda"), help="only the tests with a `device` fixture, on this device"
-    )
+    parser.addoption("--device", choices=("cpu", "cuda"), help="only the tests with a `device` fixture, on this device")
 
 
 @pytest.hookimpl(tryfirst=True)

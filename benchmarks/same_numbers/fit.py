@@ -47,9 +47,7 @@ class Outcome:
     seen: list[tuple[int, int, list[int]]] = field(default_factory=list)  # epoch, batch, samples of each step
     weights: list[tuple[int, Tensor]] = field(default_factory=list)  # epoch, after each batch
     epochs: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # what is logged after each
-    steps: list[tuple[int, int, dict[str, float]]] = field(
-        default_factory=list
-    )  # epoch, batch, what is logged
+    steps: list[tuple[int, int, dict[str, float]]] = field(default_factory=list)  # epoch, batch, what is logged
     test: dict[str, float] = field(default_factory=dict)
     error: str = ""  # type and text of what was raised
     refused: bool = False  # whether it says that the program cannot be run as it is
@@ -118,9 +116,7 @@ def trainer_of(program: Program, stop: int) -> Trainer:
         options |= {"random_numbers": "of_sample", "batch_norm": "of_batch"}
     if program.strategy[:4] == "zero":
         options["stage"] = int(program.strategy[-1])
-    clip = (
-        {"gradient_clip_val": models.LARGEST, "gradient_clip_algorithm": program.clip} if program.clip else {}
-    )
+    clip = {"gradient_clip_val": models.LARGEST, "gradient_clip_algorithm": program.clip} if program.clip else {}
     return Trainer(
         **QUIET,
         **clip,
@@ -174,9 +170,7 @@ class Net(LightningModule):
         self.outcome.seen.append((self.current_epoch, batch_idx, numbers.tolist()))
         losses = models.losses(self.net, inputs, targets)
         self.log_values("train", 0, numbers, losses)
-        if (program.loss == "none" and batch_idx % 3 == 1) or (
-            program.loss == "skip" and int(numbers[0]) % 3 == 1
-        ):
+        if (program.loss == "none" and batch_idx % 3 == 1) or (program.loss == "skip" and int(numbers[0]) % 3 == 1):
             return None
         if program.loss == "items":
             counts = torch.tensor([models.items(int(number)) for number in numbers])
@@ -340,9 +334,7 @@ def eval_loaders(program: Program, samples: int) -> Any:
     if not samples:
         return None
     of_eval = dataclasses.replace(program, corrupt=(), batch=program.eval_batch)
-    made = [
-        loader(of_eval, Samples(of_eval, samples), program.eval_order) for _ in range(program.eval_loaders)
-    ]
+    made = [loader(of_eval, Samples(of_eval, samples), program.eval_order) for _ in range(program.eval_loaders)]
     return made if len(made) > 1 else made[0]
 
 

@@ -66,13 +66,10 @@ class PlainLoop:
         given = given_in(self.program, self.order, epoch)
         while given:
             stopped = self.program.stop and self.begun >= self.program.stop
-            parts = micro_batches(
-                self.program.on(self.program.resume_ranks) if stopped else self.program, given
-            )
+            parts = micro_batches(self.program.on(self.program.resume_ranks) if stopped else self.program, given)
             if self.program.second:
                 yield from (
-                    parts[n : n + self.program.accumulate]
-                    for n in range(0, len(parts), self.program.accumulate)
+                    parts[n : n + self.program.accumulate] for n in range(0, len(parts), self.program.accumulate)
                 )
                 return
             yield parts[: self.program.accumulate]
@@ -85,9 +82,7 @@ class PlainLoop:
         micro = 0
         for window in windows:
             shares: list[tuple[int, float]] = []
-            left_out = (
-                0  # samples of batches that are None: as in Lightning, the mean is not divided by fewer
-            )
+            left_out = 0  # samples of batches that are None: as in Lightning, the mean is not divided by fewer
             for part in window:
                 samples = [one for one in part.samples if one not in self.program.corrupt]
                 logged += samples
@@ -150,9 +145,7 @@ class PlainLoop:
         values = _values(stage, p, numbers, self.losses_now(numbers))
         if p.eval_loaders == 1:
             return values
-        return {
-            f"{name}/dataloader_idx_{n}": one for name, one in values.items() for n in range(p.eval_loaders)
-        }
+        return {f"{name}/dataloader_idx_{n}": one for name, one in values.items() for n in range(p.eval_loaders)}
 
 
 def given_in(program: Program, order: Order | None, epoch: int) -> list[int] | list[list[int]]:
@@ -201,9 +194,7 @@ def _step_values(program: Program, samples: list[int], even: bool) -> dict[str, 
     return {f"train_{name}": one for name, one in made.items() if name in program.values}
 
 
-def _values(
-    stage: str, program: Program, samples: Sequence[int], losses: Sequence[float]
-) -> dict[str, float]:
+def _values(stage: str, program: Program, samples: Sequence[int], losses: Sequence[float]) -> dict[str, float]:
     """Return what must be logged of an epoch."""
     if not samples:
         return {}
@@ -289,11 +280,7 @@ def _illegal(program: Program, order: Order) -> Iterator[str]:
 def _compare(program: Program, wanted: Expected, part: str, outcome: Outcome) -> Iterator[str]:
     halves = {"before the stop": slice(wanted.stopped), "resumed": slice(wanted.stopped, None)}
     steps = wanted.steps[halves.get(part, slice(None))]
-    start = (
-        wanted.steps[wanted.stopped - 1][1]
-        if part == "resumed"
-        else models.vector(models.make_model(program))
-    )
+    start = wanted.steps[wanted.stopped - 1][1] if part == "resumed" else models.vector(models.make_model(program))
     if program.strategy == "fsdp":  # it shows its whole weights at the end of an epoch
         steps = list({epoch: (epoch, weights) for epoch, weights in steps}.values())
     yield from _weights(program, start, steps, outcome.weights)
@@ -302,9 +289,7 @@ def _compare(program: Program, wanted: Expected, part: str, outcome: Outcome) ->
     for epoch, values in outcome.epochs:
         of_epoch = wanted.epochs.get(epoch, {})
         if epoch == wanted.interrupted:  # what is logged of an epoch is not in a checkpoint made within it
-            of_epoch = {
-                name: one for name, one in of_epoch.items() if name[:3] == "val" and part == "resumed"
-            }
+            of_epoch = {name: one for name, one in of_epoch.items() if name[:3] == "val" and part == "resumed"}
         yield from _logged(f"values: epoch {epoch}", of_epoch, values)
     for epoch, micro, values in outcome.steps if part != "resumed" else ():
         of_step = wanted.at_step.get((epoch, micro), {})

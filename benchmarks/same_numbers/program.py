@@ -199,37 +199,31 @@ def impossible(program: Program) -> str | None:
     has_none = p.loss in ("none", "skip") or p.corrupt
     divided = p.accumulate > 1 or p.effective
     rules = {
-        "manual optimization has none of this": p.loss == "manual"
-        and (divided or p.clip or p.schedule or p.corrupt),
+        "manual optimization has none of this": p.loss == "manual" and (divided or p.clip or p.schedule or p.corrupt),
         "EffectiveBatchSize sets the accumulation": p.effective and p.accumulate > 1,
         "whether a batch is None may not depend on how it is divided": (p.loss == "skip" and not alone)
         or (p.corrupt and p.loss != "items" and not (alone and p.loss == "mean")),
         "micro-batches have no fixed number under EffectiveBatchSize": p.loss == "none" and p.effective,
         "values at a step are those of full micro-batches": any(one.startswith("step") for one in values)
         and (has_none or p.effective or p.second),
-        "a step without a loss may count as a step, or not": (p.stop or p.schedule)
-        and (has_none or p.loss == "items"),
+        "a step without a loss may count as a step, or not": (p.stop or p.schedule) and (has_none or p.loss == "items"),
         "where a fit stops, its schedule ends": p.stop and p.schedule,
         "the global batch is not the same on those ranks": p.stop
         and p.order in BY_SAMPLE
         and p.global_batch % p.resume_ranks,
         "no fit goes on after its last step": p.stop
-        and 2 * p.stop * p.whole * p.ranks * (p.accumulate if p.order in BY_BATCH else 1)
-        >= p.epochs * p.given,
+        and 2 * p.stop * p.whole * p.ranks * (p.accumulate if p.order in BY_BATCH else 1) >= p.epochs * p.given,
         "numbers of a sample, of a model with batch norm": p.real
         and (p.order not in BY_SAMPLE or p.order == "stream" or p.model != "net" or p.second or p.effective),
         "a rank without a loss is refused beside batch norm of the batch": p.real and has_none,
-        "a bias in front of a batch norm has a gradient of rounding only": p.real
-        and p.strategy[:4] == "zero",
+        "a bias in front of a batch norm has a gradient of rounding only": p.real and p.strategy[:4] == "zero",
         "the loss of an evaluation is left to other programs": p.real and "loss" in values,
         # Of two, each normalized value is 1 or -1, and the gradients in front of it are rounding only.
-        "batch norm of one or two samples": p.real
-        and (p.global_batch <= 2 or p.given % p.global_batch in (1, 2)),
+        "batch norm of one or two samples": p.real and (p.global_batch <= 2 or p.given % p.global_batch in (1, 2)),
         "two loaders are plain ones": p.second
         and (p.order != "none" or p.corrupt or p.collate == "list" or p.drop_last or p.stop or p.effective),
         "a loader of nothing": p.given < 1,
-        "the data set makes the batch": (p.collate == "list" or p.corrupt)
-        and "items" in (p.order, p.eval_order),
+        "the data set makes the batch": (p.collate == "list" or p.corrupt) and "items" in (p.order, p.eval_order),
         "nothing is dropped": p.drop_last and p.order in ("items", "varied"),
         "a schedule needs a number of steps": p.schedule and p.order in ("stream", "nolen"),
         "Lightning alone: one process, means of means, and resumes that are not exact": p.strategy == STOCK
@@ -258,15 +252,11 @@ REFUSALS = (
     ),
     Limit(
         "DeepSpeed refuses num_items, and items that are batches, while gradients accumulate.",
-        lambda p: (
-            p.strategy[:4] == "zero" and "items" in (p.loss, p.order) and (p.accumulate > 1 or p.effective)
-        ),
+        lambda p: p.strategy[:4] == "zero" and "items" in (p.loss, p.order) and (p.accumulate > 1 or p.effective),
     ),
     Limit(
         "FSDP and DeepSpeed refuse a training_step that returns None, and a batch that is None.",
-        lambda p: (
-            (p.strategy == "fsdp" or p.strategy[:4] == "zero") and (p.loss in ("none", "skip") or p.corrupt)
-        ),
+        lambda p: (p.strategy == "fsdp" or p.strategy[:4] == "zero") and (p.loss in ("none", "skip") or p.corrupt),
         late=True,
     ),
     Limit(
@@ -294,8 +284,6 @@ def simpler(program: Program) -> Iterator[Program]:
         if isinstance(value, tuple):
             options += [tuple(v for v in value if v != one) for one in value]
         elif type(value) is int:
-            options += sorted(
-                {n for n in (simple + 1, (simple + value) // 2, value - 1) if simple < n < value}
-            )
+            options += sorted({n for n in (simple + 1, (simple + value) // 2, value - 1) if simple < n < value})
         made = (_without_idle_fields(dataclasses.replace(program, **{name: option})) for option in options)
         yield from (one for one in made if one != program)

@@ -37,13 +37,7 @@ class Result:
     def kind(self) -> str:
         """``right``, ``refused``, or the kind of the first difference."""
         differences = self.verdict.differences
-        return (
-            differences[0].partition(":")[0]
-            if differences
-            else "refused"
-            if self.verdict.refused
-            else "right"
-        )
+        return differences[0].partition(":")[0] if differences else "refused" if self.verdict.refused else "right"
 
 
 def check(programs: Sequence[Program], at_a_time: int = 1) -> list[Result]:
@@ -140,9 +134,7 @@ def _launch(jobs: list[Job], folder: str) -> dict[int, str]:
         ended, _ = run_mpi_raw(ranks, run_jobs, jobs, folder, patience(LIMIT), timeout=limit)
         return dict.fromkeys(range(ranks), ended.stderr)
     options = {"backend": None, "timeout": limit, "linger": 12.0, "allow_timeout": True}
-    outcomes = run_ranks_raw(
-        ranks, run_jobs, jobs, folder, patience(LIMIT), env={"OMP_NUM_THREADS": "1"}, **options
-    )
+    outcomes = run_ranks_raw(ranks, run_jobs, jobs, folder, patience(LIMIT), env={"OMP_NUM_THREADS": "1"}, **options)
     return {one.rank: one.traceback or one.stderr for one in outcomes}
 
 

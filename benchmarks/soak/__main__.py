@@ -22,9 +22,7 @@ from tests.harness.slurm import Slurm
 def main() -> int:
     """Do the runs that the command line asks for; the exit code is 1 if one is not as expected."""
     given = _arguments()
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # in the background of a shell; runs would inherit that
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; runs would inherit that
         signal.signal(signal.SIGINT, signal.default_int_handler)
     plans = list(_plans(given))
     with contextlib.ExitStack() as stack:
@@ -38,15 +36,11 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak", description="Random runs, each with one fault."
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description="Random runs, each with one fault.")
     parser.add_argument("--fault", choices=FAULTS, help="only the runs with this fault")
     parser.add_argument("--launch", choices=LAUNCHES, help="only the runs whose ranks are started this way")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
-    parser.add_argument(
-        "--keep", type=Path, default=Path("outputs/soak"), help="folder for output of failures"
-    )
+    parser.add_argument("--keep", type=Path, default=Path("outputs/soak"), help="folder for output of failures")
     parser.add_argument("--stock", action="store_true", help="Lightning's own ddp: print what happens")
     return parse(parser, runs=200)
 

@@ -62,9 +62,7 @@ def draw(seed: int) -> tuple[int, list[str], str]:
             is_sure = member < 4 and phase in ("forward", "backward", "optimizer", "save")
             of_ranks += [step] if is_sure else []
     drawn = list(dict.fromkeys(orders.values()))
-    if (
-        spares and of_ranks and draws.random() < 0.5
-    ):  # the process that is started after the first loss is waited for
+    if spares and of_ranks and draws.random() < 0.5:  # the process that is started after the first loss is waited for
         drawn.append(f"{4 + spares}:joins:{min(of_ranks) + 1}")
     return spares, drawn, options
 
@@ -72,9 +70,7 @@ def draw(seed: int) -> tuple[int, list[str], str]:
 def differs(seed: int, undisturbed: dict[str, Fit], folder: Path) -> str:
     """Do one run; return what is not as it must be."""
     spares, orders, options = draw(seed)
-    found = fit(
-        folder / str(seed), "continue", *orders, spares=spares, max_epochs=EPOCHS, **OPTIONS[options][1]
-    )
+    found = fit(folder / str(seed), "continue", *orders, spares=spares, max_epochs=EPOCHS, **OPTIONS[options][1])
     try:
         check_same(found, undisturbed[options])
     except AssertionError as error:
@@ -95,8 +91,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="lost-ranks-") as name:
         folder = Path(name)
         undisturbed = {
-            name: fit(folder / name, "end", max_epochs=EPOCHS, **options)
-            for name, (_, options) in OPTIONS.items()
+            name: fit(folder / name, "end", max_epochs=EPOCHS, **options) for name, (_, options) in OPTIONS.items()
         }
         for seed in seeds:
             if text := differs(seed, undisturbed, folder):

@@ -63,9 +63,7 @@ class MemoryWatch:
                     self._names.update(re.findall(r"/dev/shm/(\S+)$", maps, re.MULTILINE))
 
 
-def observe(
-    folder: Path, script: ScriptOutcome, started: float, memory: Sequence[str], trouble: str
-) -> Observed:
+def observe(folder: Path, script: ScriptOutcome, started: float, memory: Sequence[str], trouble: str) -> Observed:
     """Return what came of a run."""
     notes = folder / "notes"
     raised = {file.stem: file.read_text() for file in notes.glob("*.raised")}
@@ -102,9 +100,7 @@ def differences(expected: Expected, seen: Observed) -> list[str]:
     if script.returncode not in expected.codes:
         found.append(f"exit code {script.returncode}, expected {_either(expected.codes)}")
     if seen.reached and seen.seconds > patience(expected.seconds):
-        found.append(
-            f"it ended {seen.seconds:.0f} s after the fault, expected {expected.seconds:.0f} s at most"
-        )
+        found.append(f"it ended {seen.seconds:.0f} s after the fault, expected {expected.seconds:.0f} s at most")
     found += _program_differences(expected, seen) + _text_differences(expected, script)
     found += [f"checkpoint {name} cannot be read: {why}" for name, why in seen.checkpoints.items() if why]
     if expected.checkpoint and not any(re.search(expected.checkpoint, name) for name in seen.checkpoints):
@@ -133,9 +129,7 @@ def _text_differences(expected: Expected, script: ScriptOutcome) -> list[str]:
     if expected.report and expected.times:
         times = sum(bool(re.match(expected.report, line)) for line in lines)
         if not 1 <= times <= expected.times:
-            found.append(
-                f"{expected.report!r} begins {times} lines, expected {_either(range(1, expected.times + 1))}"
-            )
+            found.append(f"{expected.report!r} begins {times} lines, expected {_either(range(1, expected.times + 1))}")
     # Below it stands the file in which the failure is kept.
     last = "".join([line for line in _lines(script.stderr) if not line.startswith(SAVED)][-1:])
     if expected.last and not re.match(expected.last, last):

@@ -101,9 +101,7 @@ def draw(seed: int, *, stock: bool = False, launches: tuple[str, ...] = LAUNCHES
     fault = random.Random(f"faults {cycle}").sample(sorted(FAULTS), len(FAULTS))[position]
     draws = random.Random(seed)
     possible = [
-        launch
-        for launch in LAUNCHES
-        if launch not in _NOT_WITH.get(fault, ()) and not (stock and launch in WITH_MPI)
+        launch for launch in LAUNCHES if launch not in _NOT_WITH.get(fault, ()) and not (stock and launch in WITH_MPI)
     ]
     launch = draws.choice(possible)
     if launch not in launches:

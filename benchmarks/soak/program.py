@@ -195,9 +195,7 @@ def wait_for(name: str) -> None:
 class NoteErrors(Callback):
     """Notes what ended the fit of a rank, before anything becomes of it."""
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         note(f"{trainer.global_rank}.error", "".join(traceback.format_exception(exception)))
 
 
@@ -273,9 +271,7 @@ def main() -> None:
     try:
         if FAULT == "second_fit":
             fit_and_catch(net)
-            time.sleep(
-                GRACE + 1
-            )  # the program works on, for longer than a failure that nobody catches may take
+            time.sleep(GRACE + 1)  # the program works on, for longer than a failure that nobody catches may take
             net.fault = "none"
         fit(net)
         if FAULT == "second_fit":

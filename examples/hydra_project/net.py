@@ -11,9 +11,7 @@ class Net(LightningModule):
     def __init__(self, width: int = 16, learning_rate: float = 0.01) -> None:
         super().__init__()
         self.learning_rate = learning_rate
-        self.layers = torch.nn.Sequential(
-            torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Linear(width, 1)
-        )
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))
 
     def training_step(self, batch, batch_idx):
         inputs, targets = batch

@@ -71,9 +71,7 @@ def evaluations(name: str, model: str, steps: int, folder: Path, python: str) ->
     """Run a set-up, unless its run is there; return the loss after each optimizer step."""
     written = folder / "csv" / "metrics.csv"
     if not written.exists():
-        where = (
-            ["strategy=ddp", "trainer.devices=1"] if (model, name) == ("cnn", "one process") else SETUPS[name]
-        )
+        where = ["strategy=ddp", "trainer.devices=1"] if (model, name) == ("cnn", "one process") else SETUPS[name]
         command = [python, "-m", "lightning_lockstep.train", *SAME, *MODELS[model], *where]
         command += [f"trainer.max_steps={steps}", f"hydra.run.dir={folder}"]
         done = subprocess.run(
@@ -131,9 +129,7 @@ def main() -> None:
     """Run the set-ups, print the table and draw the picture."""
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", help="beginnings of names; the first set-up always runs")
-    parser.add_argument(
-        "--model", default="byte_gpt", choices=list(MODELS), help="cnn has batch norm and dropout"
-    )
+    parser.add_argument("--model", default="byte_gpt", choices=list(MODELS), help="cnn has batch norm and dropout")
     parser.add_argument("--steps", type=int, default=26)
     parser.add_argument("--picture", type=Path, default=Path("same-run.png"))
     parser.add_argument("--runs", type=Path, help="folder for the runs; one that is there is not run again")

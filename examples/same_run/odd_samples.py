@@ -22,9 +22,7 @@ class OddSamples(pl.LightningDataModule):
         text = torch.frombuffer(bytearray(Path(textwrap.__file__).read_bytes()), dtype=torch.uint8).long()
         self.windows = text.unfold(0, context + 1, context)
 
-    def _loader(
-        self, windows: torch.Tensor, *, shuffle: bool = False
-    ) -> DataLoader[tuple[torch.Tensor, ...]]:
+    def _loader(self, windows: torch.Tensor, *, shuffle: bool = False) -> DataLoader[tuple[torch.Tensor, ...]]:
         samples = TensorDataset(windows[:, :-1], windows[:, 1:])
         return DataLoader(samples, 8 // self.trainer.world_size, shuffle=shuffle)  # type: ignore[union-attr]
 

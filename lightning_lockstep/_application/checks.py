@@ -73,9 +73,7 @@ def names_in(config: DictConfig, group: str) -> list[str]:
     return [str(name) for name in node if node[name] is not None and not str(name).startswith("_")]
 
 
-def make(
-    config: DictConfig, key: str, given: Mapping[str, Any] | None = None, *, without: Sequence[str] = ()
-) -> Any:
+def make(config: DictConfig, key: str, given: Mapping[str, Any] | None = None, *, without: Sequence[str] = ()) -> Any:
     """Make one component, with what it is given beside its settings; raise what its constructor refuses."""
     node = OmegaConf.select(config, key)
     if not isinstance(node, DictConfig):
@@ -247,9 +245,7 @@ def _resumed(config: DictConfig) -> list[str]:
     with Path(path).open("rb") as file:
         if file.read(2) not in (b"PK", b""):  # no archive, as torch's files are now, but in its old format
             return []
-    text = (
-        f"expected a whole checkpoint, but {path} is truncated, as after a full disk or an interrupted copy."
-    )
+    text = f"expected a whole checkpoint, but {path} is truncated, as after a full disk or an interrupted copy."
     return [f"{shown(config, 'ckpt_path')}: {text} Name another one."]
 
 

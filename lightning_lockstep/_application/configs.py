@@ -39,9 +39,7 @@ def search_path_of(
     """Where Hydra looks for the configs of `program`; with `--config-path` and `--config-dir`."""
     file, module = detect_calling_file_or_module_from_task_function(program)
     JobRuntime.instance().set("name", detect_task_name(file, module))  # a part of the name of the run folder
-    path: ConfigSearchPath = create_automatic_config_search_path(
-        file, module, arguments.config_path or config_path
-    )
+    path: ConfigSearchPath = create_automatic_config_search_path(file, module, arguments.config_path or config_path)
     if arguments.config_dir is not None:
         folder = f"file://{Path(arguments.config_dir).absolute()}"
         path.prepend(provider="command-line", path=folder, anchor=SearchPathQuery(provider="schema"))

@@ -46,10 +46,7 @@ class Mask:
         if isinstance(value, Namespace):
             value = vars(value)
         if isinstance(value, dict):
-            return {
-                key: self.masked(item, hide=hide or self._is_secret(str(key), item))
-                for key, item in value.items()
-            }
+            return {key: self.masked(item, hide=hide or self._is_secret(str(key), item)) for key, item in value.items()}
         if type(value) in (list, tuple):
             return type(value)([self.masked(item, hide=hide) for item in value])
         if hide and _may_be_secret(value):

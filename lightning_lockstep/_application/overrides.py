@@ -78,9 +78,7 @@ def parse(lines: Sequence[str]) -> tuple[list[Override], list[str]]:
 # already and nothing will run, only of the keys on the first level that are given and right.
 JobCheck = Callable[[DictConfig, set[str] | None], list[str]]
 # What to add if a config is not found, and if it is an option of these groups: they come from other packages.
-_SEARCHED = (
-    " Name its folder in hydra.searchpath; configs of this package need pkg://lightning_lockstep.conf there."
-)
+_SEARCHED = " Name its folder in hydra.searchpath; configs of this package need pkg://lightning_lockstep.conf there."
 _PLUGINS = f" More (joblib, submitit, optuna) come with: {install_command('sweeps')}"
 
 

@@ -156,9 +156,7 @@ def run(config: DictConfig) -> float | None:
             if interrupted and trainer.is_global_zero:
                 # A whole path: with hydra.job.chdir the run is in another folder than the shell.
                 resume = f"lockstep-doctor run {shlex.quote(str(Path(trainer.default_root_dir).absolute()))}"
-                say(
-                    f"lightning-lockstep: interrupted after optimizer step {record.steps}; to go on: {resume}"
-                )
+                say(f"lightning-lockstep: interrupted after optimizer step {record.steps}; to go on: {resume}")
         # One rank may go on with the next job of a sweep; of several each ends here, and must not wait.
         if trainer.world_size == 1:
             finish(loggers, failed=True)
@@ -307,9 +305,7 @@ class RunRecord(Callback):
         if self._since is None:
             self._since = time.monotonic()
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         now = time.monotonic()
         self._numbers[2] = trainer.global_step
         if trainer.is_global_zero and self._since is not None:

@@ -155,9 +155,7 @@ def setting_faults(config: DictConfig, component: str, *, references: bool) -> d
     return faults
 
 
-def _unfit(
-    key: str, node: DictConfig, target: Callable[..., Any], *, is_whole: bool
-) -> Iterator[tuple[str, str]]:
+def _unfit(key: str, node: DictConfig, target: Callable[..., Any], *, is_whole: bool) -> Iterator[tuple[str, str]]:
     """What is wrong with a setting, by its name; is_whole: those without a default must be there."""
     parameters = _parameters(target)
     if parameters is None:

@@ -50,9 +50,7 @@ class BatchLoaders:
         self._given = self._source.dataloader() if self._source.is_defined() else None
         self.loaders = _flattened(self._given)
         if not self.loaders:
-            raise SearchRefusedError(
-                "there is no DataLoader to change the batch size of: the loader is empty or None"
-            )
+            raise SearchRefusedError("there is no DataLoader to change the batch size of: the loader is empty or None")
         self.size = int(self.loaders[0].batch_size or 1)  # as configured now [samples per rank]
         if self.in_attribute and self.size not in self._values():
             self._check_effect()

@@ -303,9 +303,7 @@ def find_executable_batch_size(
             tried, size = size, reduce_batch_size_fn() if reduce_batch_size_fn is not None else size // 2
             if size < 1:
                 size = starting_batch_size
-                raise BatchSizeError(
-                    f"no batch size fits: memory ran out even with {tried}, the last size to try"
-                )
+                raise BatchSizeError(f"no batch size fits: memory ran out even with {tried}, the last size to try")
         return values[0]
 
     return call

@@ -113,9 +113,7 @@ class OverflowDetector(EndsWithRun):
         """Watch activations again."""
         self._detection.after_backward()
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Check, and act on a hit before the weights change."""
         has_looked, origin = self._detection.before_optimizer_step(optimizer)
         if origin is not None:

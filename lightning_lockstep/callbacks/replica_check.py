@@ -113,9 +113,7 @@ class ReplicaCheck(EndsWithRun):
             say(f"ReplicaCheck: {contents.left_out}.")
         checks.check()
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Record the batch for a check or audit that is due. Ranks: all, together, if it is audited."""
         if self._checks is None:
             return
@@ -130,9 +128,7 @@ class ReplicaCheck(EndsWithRun):
                 _log.warning("ReplicaCheck: there are no more audits: %s", self._audit.stopped)
             self._audit = None
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Keep checksums of the gradients in the last step before a check."""
         if self._checks is not None:
             self._checks.take_gradients(optimizer)

@@ -198,9 +198,7 @@ class StopTogether(EndsWithRun):
 
     on_train_start = on_sanity_check_start
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Leave if all ranks leave after this batch. Ranks: every rank, after every batch."""
         self._look_for_file()
         self.decision = self._agreement.passed() or self.decision

@@ -143,9 +143,7 @@ class StragglerMonitor(EndsWithRun):
         """Begin to measure. Ranks: all ranks; nothing is sent."""
         communicator = current_communicator()
         if communicator.world_size > 1:
-            exchange = StragglerExchange(
-                communicator, every_n_steps=self.every_n_steps, min_share=self.min_share
-            )
+            exchange = StragglerExchange(communicator, every_n_steps=self.every_n_steps, min_share=self.min_share)
             self.at_end.callback(exchange.close)
             timer = StepTimer(trainer.strategy.root_device)
             self.at_end.enter_context(replaced(self, _exchange=exchange, _timer=timer))

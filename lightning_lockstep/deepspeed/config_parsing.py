@@ -58,9 +58,7 @@ def _content_of(path: Path) -> object:
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
     try:
-        return hjson.loads(
-            path.read_text(encoding="utf-8"), object_pairs_hook=dict_raise_error_on_duplicate_keys
-        )
+        return hjson.loads(path.read_text(encoding="utf-8"), object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"config={str(path)!r}: {error}. Expected the path of a JSON file with a configuration of DeepSpeed."
@@ -131,9 +129,7 @@ def with_named_options(
     return joined
 
 
-def _settle(
-    inner: dict[str, Any], key: str, given: object, other: str, faults: Faults, *, path: str = ""
-) -> None:
+def _settle(inner: dict[str, Any], key: str, given: object, other: str, faults: Faults, *, path: str = "") -> None:
     """Set a value that ``other`` gives; add a line if the configuration gives another one."""
     if given is None:
         return

@@ -42,9 +42,7 @@ class Limit:
     also: Mapping[str, Any] = field(default_factory=dict)  # other keys that the replacement sets, by path
 
 
-def refuse_or_adapt(
-    config: Mapping[str, Any], device_type: str, adapt: bool
-) -> tuple[dict[str, Any], list[str]]:
+def refuse_or_adapt(config: Mapping[str, Any], device_type: str, adapt: bool) -> tuple[dict[str, Any], list[str]]:
     """Return the configuration without what cannot be done, and a line of text for each replacement."""
     refused, adapted, lines = [], dict(config), []
     for one in (*_under_lightning(config), *(_on_a_cpu(config) if device_type == "cpu" else ())):

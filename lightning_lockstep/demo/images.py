@@ -54,13 +54,9 @@ class DigitsData(GlobalBatchDataModule):
             faults.number(name, value, what="a share of the images", above=0, below=1)
         if is_number(val_fraction) and is_number(test_fraction):
             held_out = val_fraction + test_fraction
-            faults.check(
-                held_out < 1, "val_fraction + test_fraction", held_out, "less than 1: the rest trains"
-            )
+            faults.check(held_out < 1, "val_fraction + test_fraction", held_out, "less than 1: the rest trains")
         faults.flag("augment", augment)
-        super().__init__(
-            faults, batch_size=batch_size, global_batch_size=global_batch_size, num_workers=num_workers
-        )
+        super().__init__(faults, batch_size=batch_size, global_batch_size=global_batch_size, num_workers=num_workers)
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
         self.augment = augment
@@ -142,9 +138,7 @@ class ConvNet(ClassifierModule):
         faults.check(in_groups, "width", width, "a multiple of 8 (channels in 8 groups)")
         faults.choice("norm", norm, ("group", "batch"))
         faults.number("dropout", dropout, what="a share of the features", least=0, below=1)
-        super().__init__(
-            faults, learning_rate=learning_rate, weight_decay=weight_decay, warmup_steps=warmup_steps
-        )
+        super().__init__(faults, learning_rate=learning_rate, weight_decay=weight_decay, warmup_steps=warmup_steps)
         self.save_hyperparameters()
         self.body = nn.Sequential(
             _block(1, width, norm),

@@ -58,9 +58,7 @@ class SourceTextData(GlobalBatchDataModule):
         faults.whole("context", context, least=2, what="bytes, a whole number")
         faults.number("held_out", held_out, what="a share of the text", above=0, below=0.5)
         faults.whole("max_bytes", max_bytes, what="bytes, a whole number")
-        super().__init__(
-            faults, batch_size=batch_size, global_batch_size=global_batch_size, num_workers=num_workers
-        )
+        super().__init__(faults, batch_size=batch_size, global_batch_size=global_batch_size, num_workers=num_workers)
         self.context = context
         self.max_bytes = max_bytes
         self.held_out = held_out
@@ -96,9 +94,7 @@ def read_sources(root: Path, max_bytes: int) -> bytearray:
             break
         text += path.read_bytes()[: max_bytes - len(text)]
     if not text:
-        raise ConfigurationError(
-            f"no Python source file under {root}; give another folder with data.root=..."
-        )
+        raise ConfigurationError(f"no Python source file under {root}; give another folder with data.root=...")
     return text
 
 
@@ -143,9 +139,7 @@ class ByteGPT(ClassifierModule):
             faults.whole(name, value)
         if not faults.texts:
             faults.check(width % heads == 0, "width", width, f"a multiple of heads={heads}")
-        super().__init__(
-            faults, learning_rate=learning_rate, weight_decay=weight_decay, warmup_steps=warmup_steps
-        )
+        super().__init__(faults, learning_rate=learning_rate, weight_decay=weight_decay, warmup_steps=warmup_steps)
         self.save_hyperparameters()
         self.bytes = nn.Embedding(_BYTES, width)
         self.positions = nn.Embedding(context, width)

@@ -101,9 +101,7 @@ def why_not_resumable(model: object) -> str:
     if ddp.mixed_precision is not None:
         return "DDP's own mixed precision keeps copies of the parameters"
     if any(isinstance(module, nn.SyncBatchNorm) for module in ddp.modules()):
-        return (
-            "SyncBatchNorm communicates in every forward, so one rank cannot run more of them than the others"
-        )
+        return "SyncBatchNorm communicates in every forward, so one rank cannot run more of them than the others"
     return ""
 
 
@@ -139,9 +137,7 @@ def deliver_gradients(
         with_gradient = [p for p in parameters if gradients[p] is not None]
         parameters = with_gradient or (parameters[:1] if reduces else [])
     # A gradient that each of these is given reaches its parameter as in any backward.
-    arrivals = {
-        p: p.expand_as(p) if gradients[p] is not None else sum_of_nothing([p], ddp) for p in parameters
-    }
+    arrivals = {p: p.expand_as(p) if gradients[p] is not None else sum_of_nothing([p], ddp) for p in parameters}
     if parameters and ddp is not None and reduces and not backward_began:
         ddp.require_forward_param_sync = True
         ddp.reducer.prepare_for_backward([*arrivals.values()] if ddp.find_unused_parameters else [])

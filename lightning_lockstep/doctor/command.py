@@ -138,9 +138,7 @@ def print_result(
     return bool(shown)
 
 
-def print_fixes(
-    to: Console, results: Iterable[CheckResult], *, least: Status = Status.NOT_APPLICABLE
-) -> None:
+def print_fixes(to: Console, results: Iterable[CheckResult], *, least: Status = Status.NOT_APPLICABLE) -> None:
     """Print the commands to paste, the worst findings first; their lines are never wrapped."""
     every = ((result.check, finding) for result in results for finding in result.findings)
     found = [one for one in every if one[1].fix and one[1].status.severity >= least.severity]
@@ -265,9 +263,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         end_programs()  # of checks that have not ended
 
 
-def run_checks(
-    names: Sequence[str], options: CheckOptions, least: Status, *, as_json: bool, strict: bool
-) -> int:
+def run_checks(names: Sequence[str], options: CheckOptions, least: Status, *, as_json: bool, strict: bool) -> int:
     """Run the checks, `network` with the other ranks of the job if there are any; return the exit code."""
     began, ranks = time.monotonic(), None
     try:

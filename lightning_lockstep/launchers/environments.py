@@ -261,9 +261,7 @@ def check_has_device(
         )
 
 
-def _check_same_ranks(
-    environment: ClusterEnvironment, num_devices: int, num_nodes: int, group: RankGroup
-) -> None:
+def _check_same_ranks(environment: ClusterEnvironment, num_devices: int, num_nodes: int, group: RankGroup) -> None:
     expected, mine = num_devices * num_nodes, environment.node_rank() * num_devices + environment.local_rank()
     # Number and place alone do not tell ranks that have met from ranks of another layout on other nodes.
     is_layout = group.layout in (None, (num_devices, num_nodes))

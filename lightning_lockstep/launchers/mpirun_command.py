@@ -161,9 +161,7 @@ def check_hosts(settings: MPIRunSettings, mpirun: MPIRun, *, num_nodes: int) -> 
     faults = ssh_faults(hosts, settings.ssh_args)
     if any(faults):
         rows = [(host, fault or "ready") for host, fault in zip(hosts, faults, strict=True)]
-        raise LaunchError(
-            f"Not every host is ready to run ranks:\n\n{plain_table(('host', 'what to do'), rows)}"
-        )
+        raise LaunchError(f"Not every host is ready to run ranks:\n\n{plain_table(('host', 'what to do'), rows)}")
     if fault := mpirun_fault(hosts, mpirun, settings):
         raise LaunchError(fault)
     return hosts

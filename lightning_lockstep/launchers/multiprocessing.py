@@ -301,9 +301,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
                 Path(output.weights_path).parent.rmdir()
         return output.trainer_results
 
-    def _in_rank(
-        self, local_rank: int, trainer: Any, function: Any, args: Any, kwargs: Any, snapshot: Any
-    ) -> Any:
+    def _in_rank(self, local_rank: int, trainer: Any, function: Any, args: Any, kwargs: Any, snapshot: Any) -> Any:
         """Run in a started rank: as Lightning does, under the supervisor."""
         self._supervisor.attach(trainer)
         _unshare_metrics(None if trainer is None else trainer.lightning_module)

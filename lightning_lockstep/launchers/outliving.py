@@ -199,9 +199,7 @@ class _Run:
                 self._spares = [one for one in self._spares if one != number]
                 if code:
                     why = describe_exit(number, self._world_size, pid, code).summary
-                    say(
-                        f"lightning-lockstep: a process that was to take a place has ended ({why}); the ranks go on."
-                    )
+                    say(f"lightning-lockstep: a process that was to take a place has ended ({why}); the ranks go on.")
             elif (code is None or code < 0) and self._deadline is None:
                 lost.append(self._describe(number, pid, code))
                 if code and number in self._replaceable:

@@ -260,7 +260,5 @@ def _end_children() -> None:
         process.wait()
     if (failed := ranks.first_failed()) and propagation is not None:
         local_rank, process = failed
-        record = propagation.attempt.report_child_exit(
-            ranks.first_rank + local_rank, process.returncode, process.pid
-        )
+        record = propagation.attempt.report_child_exit(ranks.first_rank + local_rank, process.returncode, process.pid)
         end_now(record.exit_code, keep_failure(record).printed())

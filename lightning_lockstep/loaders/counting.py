@@ -75,9 +75,7 @@ class Counting:
         """Whether this rank has no sample in the current batch."""
         return self.sizes is not None and self.sizes[0] == 0
 
-    def on_batch_start(
-        self, begin: Callable[..., None], batch: Any, dataloader_idx: int | None = None
-    ) -> None:
+    def on_batch_start(self, begin: Callable[..., None], batch: Any, dataloader_idx: int | None = None) -> None:
         begin(batch, dataloader_idx)
         trainer, index = self.trainer, dataloader_idx or 0
         if trainer.training:
@@ -179,9 +177,7 @@ class Counting:
             options["sync_dist_fn"] = self._reduction
         log(*args, **options)
 
-    def _reduce(
-        self, reduce: Callable[..., Any], value: Any, group: Any = None, reduce_op: Any = None
-    ) -> Any:
+    def _reduce(self, reduce: Callable[..., Any], value: Any, group: Any = None, reduce_op: Any = None) -> Any:
         """Reduce a value logged at a step, in which a rank counts by its samples; sums of an epoch as they are."""
         results = self.trainer._results
         if self.sizes is not None and results is not None and results.batch is not None:

@@ -75,9 +75,7 @@ class SharedStream(LoaderAround):
 
     _ahead: Callable[[], int]
 
-    def __init__(
-        self, made: Any, given: DataLoader[Any], parts: StreamParts, ahead: Callable[[], int]
-    ) -> None:
+    def __init__(self, made: Any, given: DataLoader[Any], parts: StreamParts, ahead: Callable[[], int]) -> None:
         shown = {"dataset": given.dataset, "batch_size": given.batch_size, "drop_last": given.drop_last}
         super().__init__(made, batch_sampler=parts, sampler=parts, _ahead=ahead, **shown)
 

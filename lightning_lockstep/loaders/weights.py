@@ -234,9 +234,7 @@ def _own_nodes(loss: Tensor) -> list[Any]:
     """Return the nodes of the graph of a loss that nothing but this loss flows back to."""
     nodes = _reached([] if loss.grad_fn is None else [loss.grad_fn])
     shared = [
-        node
-        for node in nodes
-        if getattr(type(node), "_forward_cls", type(node)).__module__.startswith(_OF_ALL_RANKS)
+        node for node in nodes if getattr(type(node), "_forward_cls", type(node)).__module__.startswith(_OF_ALL_RANKS)
     ]
     below = {id(node) for node in _reached([node for one in shared for node in _behind(one)])}
     return [node for node in nodes if id(node) not in below]

@@ -203,9 +203,7 @@ class Collector:
 
     # Lines are queued, and the thread of this object prints them: neither the caller nor the channel waits for that.
 
-    def __init__(
-        self, channel: SideChannel, *, emit: Callable[[logging.LogRecord], None] | None = None
-    ) -> None:
+    def __init__(self, channel: SideChannel, *, emit: Callable[[logging.LogRecord], None] | None = None) -> None:
         self._emit = emit or (lambda record: logging.getLogger(record.name).handle(record))
         self._channel, self._host = channel, socket.gethostname()
         self.windows = Windows(channel.world_size)
@@ -276,9 +274,7 @@ class Collector:
             if missing and not is_warning:
                 text = f"{ranks_in_words(missing)} did not log this line within {waited:.1f} s"
                 hosts = ("",) * len(missing)
-                note = lines[0]._replace(
-                    text=text, created=time.time(), trace="", extra={}, ranks=missing, hosts=hosts
-                )
+                note = lines[0]._replace(text=text, created=time.time(), trace="", extra={}, ranks=missing, hosts=hosts)
                 self._print_record(record_of(note, prefix=""))
 
     def _print_record(self, record: logging.LogRecord) -> None:

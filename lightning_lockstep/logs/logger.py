@@ -128,9 +128,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         if kwargs:
             raise TypeError(f"a logging call got keywords that it does not know: {', '.join(sorted(kwargs))}")
         name, path, function = self.logger.name, frame.f_code.co_filename, frame.f_code.co_name
-        return self.logger.makeRecord(
-            name, level, path, frame.f_lineno, msg, args, exc_info, function, extra, stack
-        )
+        return self.logger.makeRecord(name, level, path, frame.f_lineno, msg, args, exc_info, function, extra, stack)
 
 
 def _caller(stacklevel: int) -> FrameType:

@@ -313,8 +313,7 @@ def _producer(kind: Any, module: str, type_: str, bad: list[Value], *, before: s
         any(v.statistics is not None and v.statistics.used_as in ("float16", "bfloat16") for v in bad)
         or torch.is_autocast_enabled("cuda")
         or torch.is_autocast_enabled("cpu"),
-        kind in ("module", "code", "spot")
-        and all(v.statistics is not None and not v.statistics.nan for v in bad),
+        kind in ("module", "code", "spot") and all(v.statistics is not None and not v.statistics.nan for v in bad),
     )
 
 

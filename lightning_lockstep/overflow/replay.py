@@ -69,9 +69,7 @@ def search(root: nn.Module, first: Producer, run: Callable[[], Producer | None])
     return None
 
 
-def _shorter(
-    chosen: list[str], by_name: dict[str, nn.Module], run: Callable[[], Producer | None]
-) -> list[str]:
+def _shorter(chosen: list[str], by_name: dict[str, nn.Module], run: Callable[[], Producer | None]) -> list[str]:
     """Return the one module that holds all the chosen ones, if it does as well as they do."""
     parents = {name.rpartition(".")[0] for name in chosen}
     parent = next(iter(parents))

@@ -77,9 +77,7 @@ class Audit:
         received = self._communicator.pass_on(packed or b"")
         own = other = _NOTHING
         if packed and received:
-            (own, other), trouble = _attempt(
-                lambda: (self._computed(packed), self._computed(received)), (own, other)
-            )
+            (own, other), trouble = _attempt(lambda: (self._computed(packed), self._computed(received)), (own, other))
         told = self._told(trouble, (weights, own.fold, other.fold))
         if told is None or len({of_rank[0] for of_rank in told}) > 1:
             return ""  # if the weights differ, the next check says which

@@ -32,9 +32,7 @@ Named = dict[str, Tensor]
 class Contents:
     """The tensors of a run on this rank that others hold too, looked up anew each time they are asked for."""
 
-    def __init__(
-        self, trainer: Trainer, module: LightningModule, *, optimizer_state: bool, buffers: Buffers
-    ) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, *, optimizer_state: bool, buffers: Buffers) -> None:
         self._trainer, self._module, self._buffers = trainer, module, buffers
         self._optimizer_state = optimizer_state
         #: The ranks that hold the same as this one, by name, of what is divided; the rest is whole on each rank.
@@ -50,9 +48,7 @@ class Contents:
         #: Which weights, and the state of optimizers for them, are not compared, and why; or nothing.
         self.left_out = ""
         if not capabilities.same_weights:
-            self.left_out = (
-                "weights are not compared: the strategy averages the models only from time to time"
-            )
+            self.left_out = "weights are not compared: the strategy averages the models only from time to time"
         elif _is_fsdp(trainer):
             self.left_out = "weights are not compared: the strategy divides them"
         self._buffers_alone = bool(self.left_out)

@@ -51,8 +51,7 @@ def judge(
             tensors[section] = found
     settings = {rank: answer["settings"] for rank, answer in answers.items()}
     differing = {
-        name: {rank: of_rank.get(name, "-") for rank, of_rank in settings.items()}
-        for name in _differing(settings)
+        name: {rank: of_rank.get(name, "-") for rank, of_rank in settings.items()} for name in _differing(settings)
     }
     if not tensors and not differing:
         return None
@@ -149,9 +148,7 @@ def _steps(answers: Answers) -> dict[int, tuple[int, ...]]:
     return {rank: tuple(answer["steps"]) for rank, answer in sorted(answers.items())}
 
 
-def _changed_alone(
-    tensors: Mapping[str, Mapping[str, Parts]], answers: Answers
-) -> Iterator[tuple[str, list[int]]]:
+def _changed_alone(tensors: Mapping[str, Mapping[str, Parts]], answers: Answers) -> Iterator[tuple[str, list[int]]]:
     """Yield what has changed since the last check on some ranks only, with those."""
     for name in (name for names in tensors.values() for name in names):
         changed = [rank for rank in sorted(answers) if name in answers[rank]["changed"]]
@@ -234,9 +231,7 @@ _UNKNOWN = (
 _CHANGED = "they are changed on some ranks after the reduction, for example by a hook"
 _OR_UNKNOWN = "or DDP does not know them, because configure_optimizers added them to the model, for example."
 _NOT_WRAPPED = "no DistributedDataParallel wraps the model, and the strategy has not reduced them."
-_NOT_SYNCHRONIZED = (
-    "DDP is told not to synchronize: no_sync() was never left, or require_backward_grad_sync is False."
-)
+_NOT_SYNCHRONIZED = "DDP is told not to synchronize: no_sync() was never left, or require_backward_grad_sync is False."
 _MANUAL = "in manual optimization loss.backward() and torch.autograd.grad go past DDP. Call self.manual_backward(loss)."
 _PAST_DDP = (
     "the loss came from a forward past DDP (of the module that it wraps), its gradients from torch.autograd.grad, or a"

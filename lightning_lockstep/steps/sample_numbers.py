@@ -440,9 +440,7 @@ class _Call:
 # -- Dropout, in compiled code by an operator --
 
 
-def _dropout(
-    noise: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
+def _dropout(noise: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     found = noise(input.detach(), p, _dims[-1])
     return input.mul_(found) if inplace else input * found
 

@@ -348,9 +348,7 @@ class BufferCopies:
         now = list(there.values())
         if list(map(id, now)) != list(map(id, self._kept.values())):
             self._kept, self._copies = there, [b.detach().clone() for b in now]
-        elif stale := [
-            i for i, b in enumerate(now) if b.numel() <= self._smallest or b._version != self._versions[i]
-        ]:
+        elif stale := [i for i, b in enumerate(now) if b.numel() <= self._smallest or b._version != self._versions[i]]:
             with torch.no_grad():
                 torch._foreach_copy_([self._copies[i] for i in stale], [now[i] for i in stale])
         self._versions = [b._version for b in now]

@@ -99,9 +99,7 @@ class CountedSteps(ParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint as plain data unless ``weights_only=False``, without hyperparameters that are objects."""
-        return load_without_objects(
-            super().load_checkpoint, checkpoint_path, weights_only_of_run(weights_only)
-        )
+        return load_without_objects(super().load_checkpoint, checkpoint_path, weights_only_of_run(weights_only))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights into a module of the run's precision, so that ``64-true`` does not round them."""

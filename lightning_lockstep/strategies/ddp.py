@@ -94,9 +94,7 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
         guard: Literal["off", "watch", "verify"] = "watch",
         stall_timeout: float = 60.0,
         process_group_backend: str | None = None,
-        ddp_comm_hook: Literal["fp16_compress", "bf16_compress", "power_sgd"]
-        | Callable[..., Any]
-        | None = None,
+        ddp_comm_hook: Literal["fp16_compress", "bf16_compress", "power_sgd"] | Callable[..., Any] | None = None,
         ddp_comm_state: object | None = None,
         gradient_as_bucket_view: bool = True,
         on_lost_rank: Literal["end", "continue"] = "end",

@@ -267,9 +267,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         checkpoint_path = saved_at(str(checkpoint_path), says=self.is_global_zero)
         weights_only, self._load_folder = weights_only_of_run(weights_only), None
         if not is_deepspeed_checkpoint(checkpoint_path):
-            return load_without_objects(
-                partial(DDPStrategy.load_checkpoint, self), checkpoint_path, weights_only
-            )
+            return load_without_objects(partial(DDPStrategy.load_checkpoint, self), checkpoint_path, weights_only)
         stage, communicator = self._complete_config["zero_optimization"]["stage"], current_communicator()
         if not self._fits:
             # DeepSpeed 0.19 itself cannot do this in stage 3, and in the others only on the same number of ranks.

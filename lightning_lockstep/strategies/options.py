@@ -107,9 +107,7 @@ class FSDPSettings(LifecycleSettings):
         super().check(faults)
         names = [self.shard] if isinstance(self.shard, str) else self.shard
         is_list = isinstance(names, Sequence) and all(isinstance(one, str) and one for one in names)
-        expected = (
-            "'auto', the name of a class of modules, a list of such names, or a function of name and module"
-        )
+        expected = "'auto', the name of a class of modules, a list of such names, or a function of name and module"
         faults.check(is_list or callable(self.shard), "shard", self.shard, expected)
         if self.state_dict == "sharded" and self.start_method != "popen":
             faults.add(

@@ -249,9 +249,7 @@ class LockstepXLAStrategy(RankLifecycle):
         if not self._module.automatic_optimization:
             self.prepare_gradients()
 
-    def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Take an optimizer step, and run it. Ranks: all, together."""
 
         def with_gradients() -> Any:

@@ -61,9 +61,7 @@ class LockstepXLASPMDStrategy(LockstepXLAStrategy):
         self._divides, self._min_size, self._patterns = parameters == "fsdp", min_size, tuple(patterns)
         self._num_devices: int | None = None
         self._divided: dict[str, int] = {}
-        super().__init__(
-            downcast_bf16=downcast_bf16, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
-        )
+        super().__init__(downcast_bf16=downcast_bf16, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
 
     def _configure_launcher(self) -> None:
         if self.num_nodes > 1:
@@ -97,9 +95,7 @@ class LockstepXLASPMDStrategy(LockstepXLAStrategy):
         """Move the module to the devices, and divide its parameters. Ranks: every process."""
         super().model_to_device()
         if self._divides:
-            self._divided = self._mesh.divide_parameters(
-                self._module, min_size=self._min_size, patterns=self._patterns
-            )
+            self._divided = self._mesh.divide_parameters(self._module, min_size=self._min_size, patterns=self._patterns)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the devices, divided among them. Ranks: every process."""

@@ -71,9 +71,7 @@ def resolve_xla_precision(plugin: Precision, requested: str | None, *, downcast_
     """Return the plugin that does on XLA devices what was requested, else what ``plugin`` names."""
     name = requested or str(plugin.precision)
     if name not in _SUPPORTED:
-        raise ConfigurationError(
-            f"precision={name!r}: expected one that XLA devices support: {', '.join(_SUPPORTED)}."
-        )
+        raise ConfigurationError(f"precision={name!r}: expected one that XLA devices support: {', '.join(_SUPPORTED)}.")
     if downcast_bf16 and name != "bf16-true":
         raise ConfigurationError(
             f"downcast_bf16=True with precision={name!r}: expected precision='bf16-true'. With both, float32 becomes"
@@ -119,9 +117,7 @@ def _read(trainer: Any, results: Any, read_all: Callable[[bool], Any], on_step: 
         return read_all(on_step)
 
 
-def _reset(
-    results: Any, reset_all: Callable[..., None], metrics: bool | None = None, fx: str | None = None
-) -> None:
+def _reset(results: Any, reset_all: Callable[..., None], metrics: bool | None = None, fx: str | None = None) -> None:
     """Reset what was logged, but not what is logged at training steps only and has no mean."""
     # The new epoch's first step would otherwise have another tensor, and torch-xla would compile the step anew.
     kept = [

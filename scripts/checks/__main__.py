@@ -19,9 +19,7 @@ def main(names: list[str]) -> int:
     # Not in front: the installed package is what is imported, and `benchmarks` is here only.
     sys.path.append(str(HERE.parents[1]))
     if unknown := sorted({*names} - {*CHECKS}):
-        print(
-            f"checks: there is no check {', '.join(unknown)}; there are {', '.join(CHECKS)}", file=sys.stderr
-        )
+        print(f"checks: there is no check {', '.join(unknown)}; there are {', '.join(CHECKS)}", file=sys.stderr)
         return 2
     count = 0
     for name in names or CHECKS:

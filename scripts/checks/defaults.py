@@ -59,9 +59,7 @@ OTHER_TYPE = {("LockstepMPIStrategy", "mpirun_args"), ("LockstepMPIStrategy", "s
 
 
 def components() -> dict[str, Any]:
-    rooms = [
-        importlib.import_module(f"lightning_lockstep.{room}") for room in ("callbacks", "strategies", "demo")
-    ]
+    rooms = [importlib.import_module(f"lightning_lockstep.{room}") for room in ("callbacks", "strategies", "demo")]
     return {name: getattr(room, name) for room in rooms for name in sorted(room.__all__)}
 
 
@@ -84,9 +82,7 @@ def faults_of_files(classes: dict[str, Any]) -> Iterator[str]:
     for path in sorted((PACKAGE / "conf").rglob("*.yaml")):
         # `debug` only changes what others list.
         for _, node in target_nodes(with_defaults(path)) if path.parent.name != "debug" else ():
-            cls = (
-                locate(node["_target_"]) if str(node["_target_"]).startswith("lightning_lockstep.") else None
-            )
+            cls = locate(node["_target_"]) if str(node["_target_"]).startswith("lightning_lockstep.") else None
             name = getattr(cls, "__name__", "")
             if classes.get(name) is not cls or cls is None:
                 continue

@@ -108,8 +108,7 @@ def examples() -> Iterator[str]:
     """An example, of which people begin with a copy, imports public names; the program for checkers all of them."""
     public = {"lightning_lockstep": {"__version__"}, "lightning_lockstep.train": set()}
     public |= {
-        f"lightning_lockstep.{room}": set()
-        for room in ("callbacks", "strategies", "demo", "distributed", "launchers")
+        f"lightning_lockstep.{room}": set() for room in ("callbacks", "strategies", "demo", "distributed", "launchers")
     }
     for module, names in public.items():
         names |= {*importlib.import_module(module).__all__, ""}
@@ -146,10 +145,7 @@ def citation_and_forms() -> Iterator[str]:
     path = ROOT / "CITATION.cff"
     citation: dict[str, Any] = yaml.safe_load(path.read_text())
     version = importlib.import_module("lightning_lockstep").__version__
-    if (
-        citation.get("version") != version
-        or not {"cff-version", "message", "title", "authors"} <= citation.keys()
-    ):
+    if citation.get("version") != version or not {"cff-version", "message", "title", "authors"} <= citation.keys():
         yield f"{at(path, 'version')}: expected version {version}, cff-version, message, title and authors"
     if f'license = "{citation.get("license")}"' not in (ROOT / "pyproject.toml").read_text():
         yield f"{at(path, 'license')}: another licence than in pyproject.toml"

@@ -102,9 +102,7 @@ def faults_of_the_table() -> Iterator[str]:
         yield f"{at(Path(__file__), 'ALLOWED:')}: a circle in ALLOWED: {' -> '.join(circle)}"
     drawing = re.findall(r"^    .+", DRAWING.read_text(), re.MULTILINE)
     rows = [re.split(r"\s{3,}", line.strip())[:-1] for line in reversed(drawing)]
-    heights = {
-        name.rstrip("/").removesuffix(".py"): height for height, row in enumerate(rows) for name in row
-    }
+    heights = {name.rstrip("/").removesuffix(".py"): height for height, row in enumerate(rows) for name in row}
     for room in set(ALLOWED) - GROUND - {"__init__"}:
         if room not in heights:
             yield f"{at(DRAWING, '```text')}: the drawing of the layers has no {room}"
@@ -131,9 +129,7 @@ def circles() -> Iterator[str]:
     }
     folders: dict[str, set[str]] = {}
     for module, folder in inside.items():
-        folders.setdefault(folder, set()).update(
-            {inside.get(name, folder) for name in graph[module]} - {folder}
-        )
+        folders.setdefault(folder, set()).update({inside.get(name, folder) for name in graph[module]} - {folder})
     for what, found in (("files", circle_in(graph)), ("folders", circle_in(folders))):
         if found:
             place = files[found[0]] if what == "files" else ROOT / found[0]

@@ -48,9 +48,7 @@ def problems() -> Iterator[str]:
                 yield f"{at(page, path)}: names lightning_lockstep{path}, which is not there"
         # What stands on a page for users is public: the package or its room names it.
         for dotted in (
-            sorted(set(re.findall(r"\blightning_lockstep\.\w+\.[\w.]*\w", text)))
-            if "docs" in page.parts
-            else ()
+            sorted(set(re.findall(r"\blightning_lockstep\.\w+\.[\w.]*\w", text))) if "docs" in page.parts else ()
         ):
             module, _, name = dotted.rpartition(".")
             if name != "X" and name not in getattr(importlib.import_module(module), "__all__", ()):
@@ -108,7 +106,5 @@ def rooms() -> Iterator[str]:
         if not (PACKAGE / folder).exists():
             yield f"{at(ARCHITECTURE, f'`{folder}`')}: {folder} is not there"
         for name in re.findall(r"`([a-z]\w*|_\w+)`", files) if (PACKAGE / folder).is_dir() else ():
-            if name.islower() and not any(
-                (place / f"{name}.py").is_file() for place in (PACKAGE / folder, *anywhere)
-            ):
+            if name.islower() and not any((place / f"{name}.py").is_file() for place in (PACKAGE / folder, *anywhere)):
                 yield f"{at(ARCHITECTURE, f'`{folder}`')}: the row of {folder} names {name}, which is not there"

@@ -40,9 +40,7 @@ def imports_of(tree: ast.AST, module: str = "", is_package: bool = False) -> Ite
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = (
-                module.split(".")[: len(module.split(".")) - node.level + is_package] if node.level else []
-            )
+            above = module.split(".")[: len(module.split(".")) - node.level + is_package] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Call) and dotted(node.func).endswith(("import_module", "__import__")):
@@ -64,7 +62,4 @@ def dotted(node: ast.AST) -> str:
 @functools.cache
 def imports() -> dict[Path, list[tuple[int, str]]]:
     """Return what each module of the package imports."""
-    return {
-        path: [*imports_of(tree, module_name(path), path.name == "__init__.py")]
-        for path, tree in trees().items()
-    }
+    return {path: [*imports_of(tree, module_name(path), path.name == "__init__.py")] for path, tree in trees().items()}

@@ -370,10 +370,7 @@ def cells_to_write() -> list[tuple[Snippet, str]]:
         part = line.removeprefix("## ") if line.startswith("## ") else part
         if line.startswith("| ") and not line.startswith(("| you have", "| ---")):
             cell = line.rsplit(" | ", 1)[1]
-            found += [
-                (Snippet("docs/coming-from.md", number, "", text), part)
-                for text in re.findall("`(.+?)`", cell)
-            ]
+            found += [(Snippet("docs/coming-from.md", number, "", text), part) for text in re.findall("`(.+?)`", cell)]
     return found
 
 

@@ -90,9 +90,7 @@ class Cluster(Started):
         started = wait_until(lambda: all(path.exists() for path in sockets), patience(60))
         assert started, "the fork servers of the cluster did not start"
 
-    def run(
-        self, host: int, command: Sequence[str], timeout: float = 60.0, **options: object
-    ) -> tuple[int, str]:
+    def run(self, host: int, command: Sequence[str], timeout: float = 60.0, **options: object) -> tuple[int, str]:
         """Run a command on a host; return (exit code, output). It is ended when the time is up."""
         process = self.start(host, command, **options)
         try:
@@ -117,15 +115,11 @@ class Cluster(Started):
 
     def cut(self) -> None:
         """Cut the cable: nothing arrives any more, and nobody is told."""
-        subprocess.run(
-            ["ip", "netns", "exec", self.spaces[0], "ip", "link", "set", self.cables[0], "down"], check=True
-        )
+        subprocess.run(["ip", "netns", "exec", self.spaces[0], "ip", "link", "set", self.cables[0], "down"], check=True)
 
     def mend(self) -> None:
         """Mend the cable."""
-        subprocess.run(
-            ["ip", "netns", "exec", self.spaces[0], "ip", "link", "set", self.cables[0], "up"], check=True
-        )
+        subprocess.run(["ip", "netns", "exec", self.spaces[0], "ip", "link", "set", self.cables[0], "up"], check=True)
 
     def stop_sshd(self) -> None:
         """End the ssh daemon of the second host, so that connections are refused."""
@@ -156,9 +150,7 @@ class Cluster(Started):
 
     def pids_on(self, host: int) -> list[int]:
         """Return the processes of a host but its ssh daemon and its fork server."""
-        listed = subprocess.run(
-            ["ip", "netns", "pids", self.spaces[host]], capture_output=True, text=True, check=True
-        )
+        listed = subprocess.run(["ip", "netns", "pids", self.spaces[host]], capture_output=True, text=True, check=True)
         own = [self._daemons[host].pid, *(server.pid for server in self._servers)]
         return [pid for pid in map(int, listed.stdout.split()) if pid not in own]
 
@@ -172,9 +164,7 @@ class Cluster(Started):
     def close(self) -> None:
         """End everything that runs on the hosts, and take them down."""
         for host, space in enumerate(self.spaces):
-            listed = subprocess.run(
-                ["ip", "netns", "pids", space], capture_output=True, text=True, check=False
-            )
+            listed = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False)
             self.kill([int(pid) for pid in listed.stdout.split()])
             if host < len(self._daemons):
                 self._daemons[host].wait(10)
@@ -188,9 +178,7 @@ class Cluster(Started):
             subprocess.run(["ip", *words], check=True, capture_output=True)
 
         for name in ("key", "hostkey"):
-            subprocess.run(
-                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)], check=True
-            )
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)], check=True)
         Path("/run/sshd").mkdir(exist_ok=True)
         for space in self.spaces:
             ip("netns", "add", space)

@@ -130,9 +130,7 @@ def _job(folder: Path, rank: int, world_size: int, port: int, environment: dict[
     return ScriptJob(arguments, {**environment, **of_rank}, os.getcwd(), stdout, stderr)
 
 
-def _run(
-    jobs: list[ScriptJob], folder: Path, timeout: float, linger: float | None
-) -> tuple[list[RankOutcome], bool]:
+def _run(jobs: list[ScriptJob], folder: Path, timeout: float, linger: float | None) -> tuple[list[RankOutcome], bool]:
     """Wait for the ranks, and end them when time is up or a failure lingers; tell also whether time was up."""
     outcomes = [RankOutcome(rank) for rank in range(len(jobs))]
     started = time.monotonic()

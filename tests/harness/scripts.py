@@ -82,9 +82,7 @@ class ForkedProgram:
 
 def _forkable(command: Sequence[str], env: Mapping[str, str | None]) -> bool:
     """Whether the command is a Python program on whose start nothing depends."""
-    changed = [
-        key for key, value in env.items() if value != os.environ.get(key) and not key.startswith(GIVEN)
-    ]
+    changed = [key for key, value in env.items() if value != os.environ.get(key) and not key.startswith(GIVEN)]
     if command[0] != sys.executable or len(command) < 2 or any(k.startswith(READ_AT_START) for k in changed):
         return False
     return command[1] in ("-c", "-m") or not command[1].startswith("-")
@@ -218,9 +216,7 @@ class Script:
         seconds = time.monotonic() - self._started
         leftovers = () if timed_out else self._leftovers(settle)
         self.kill_tree()
-        return ScriptOutcome(
-            self.process.returncode, self.stdout, self.stderr, seconds, timed_out, tuple(leftovers)
-        )
+        return ScriptOutcome(self.process.returncode, self.stdout, self.stderr, seconds, timed_out, tuple(leftovers))
 
     def _leftovers(self, settle: float) -> list[str]:
         if wait_until(lambda: not self._still_there(), settle, pause=0.05):

@@ -150,9 +150,7 @@ class Slurm(Started):
 
     def describe(self, cwd: Path, job: str) -> str:
         """Return all that is known of a job, for a test that has failed: its output, its state, the daemons' logs."""
-        asked = self._ask("scontrol", "show", "job", job) + self._ask(
-            "sinfo", "--long", "--Node", "--list-reasons"
-        )
+        asked = self._ask("scontrol", "show", "job", job) + self._ask("sinfo", "--long", "--Node", "--list-reasons")
         return f"{self.output(cwd, job)}\n{asked}\n{self._logs()}"
 
     def close(self) -> None:
@@ -186,9 +184,7 @@ class Slurm(Started):
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
         files = [f"--{name}={self.folder}/munge.{name}" for name in ("pid-file", "log-file", "seed-file")]
-        self._daemon(
-            "munged", "--foreground", "--force", f"--socket={self.folder}/munge.sock", *files, key=key
-        )
+        self._daemon("munged", "--foreground", "--force", f"--socket={self.folder}/munge.sock", *files, key=key)
         self._daemon("slurmctld", "-D", "-c")
         for node in ("n1", "n2"):
             self._daemon("slurmd", "-D", "-N", node)

@@ -28,9 +28,7 @@ class WineData(LightningDataModule):
         wines = TensorDataset(table, torch.tensor(labels))
         self.parts = random_split(wines, [0.7, 0.15, 0.15], torch.Generator().manual_seed(0))
 
-    def _loader(
-        self, part: Dataset[tuple[Tensor, ...]], *, shuffle: bool = False
-    ) -> DataLoader[tuple[Tensor, ...]]:
+    def _loader(self, part: Dataset[tuple[Tensor, ...]], *, shuffle: bool = False) -> DataLoader[tuple[Tensor, ...]]:
         return DataLoader(part, batch_size=self.batch_size, shuffle=shuffle)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:

@@ -279,9 +279,7 @@ def _of_parts(folder: Path, dtype: Dtype) -> dict[str, Any]:
 
 def _warn_of(folder: Path, dropped: Sequence[str]) -> None:
     if dropped:
-        warnings.warn(
-            f"{folder}: left out what is not plain data: {', '.join(dropped)}.", RuntimeWarning, stacklevel=4
-        )
+        warnings.warn(f"{folder}: left out what is not plain data: {', '.join(dropped)}.", RuntimeWarning, stacklevel=4)
 
 
 def _state_dict(

@@ -59,9 +59,7 @@ def names_of_parameters(module: nn.Module, state: Mapping[str, Any]) -> dict[str
 
 
 @contextmanager
-def saving_as(
-    engine: Any, checkpoint: Mapping[str, Any], *, exclude_frozen: bool
-) -> Iterator[dict[str, Any]]:
+def saving_as(engine: Any, checkpoint: Mapping[str, Any], *, exclude_frozen: bool) -> Iterator[dict[str, Any]]:
     """Let DeepSpeed save the weights that a checkpoint has, as ``on_save_checkpoint`` left them, in the body."""
     # Gives what else DeepSpeed is to save. Until it asks for the weights, it divides those that are whole for now.
     weights, module = checkpoint["state_dict"], engine.module

@@ -215,11 +215,7 @@ class _GatherUneven(torch.autograd.Function):
         ctx.like = [tensor.new_empty(0) for tensor in own]
         longest = max(sum(_sizes(ctx.like, of_rank)) for of_rank in shapes)
         rows = all_gather_rows(_row(own, carrying_device(group, own), longest), group)
-        parts = [
-            part
-            for row, of_rank in zip(rows, shapes, strict=True)
-            for part in _tensors(row, ctx.like, of_rank)
-        ]
+        parts = [part for row, of_rank in zip(rows, shapes, strict=True) for part in _tensors(row, ctx.like, of_rank)]
         ctx.mark_non_differentiable(*compress(parts, [not one for one in wanted] * len(shapes)))
         return tuple(parts)
 
@@ -234,9 +230,7 @@ class _GatherUneven(torch.autograd.Function):
         lengths = [len(row) for row in rows]
         received = rows[0].new_empty(size * lengths[rank])
         if any(lengths):
-            dist.all_to_all_single(
-                received, torch.cat(rows), [lengths[rank]] * size, lengths, group=ctx.group
-            )
+            dist.all_to_all_single(received, torch.cat(rows), [lengths[rank]] * size, lengths, group=ctx.group)
         of_ranks = [_tensors(row, like, shapes[rank]) for row in received.view(size, -1)]
         # Half precision is added up in float32 and rounded once, in rank order on every backend.
         sums = iter([torch.stack(parts).sum(0) for parts in zip(*of_ranks, strict=True)])

@@ -92,9 +92,7 @@ class _GlobalNorm(torch.autograd.Function):
         return *wanted, *[None] * 5
 
 
-def _normalized(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
-) -> Tensor:
+def _normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> Tensor:
     return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
 
 

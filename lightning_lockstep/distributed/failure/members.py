@@ -77,13 +77,9 @@ class HostedMembers:
     def __init__(self, store: Store) -> None:
         self._store, self.current = store, Generation()
 
-    def publish(
-        self, members: Collection[int], lost: Sequence[FailureRecord] = (), *, ends: bool = False
-    ) -> None:
+    def publish(self, members: Collection[int], lost: Sequence[FailureRecord] = (), *, ends: bool = False) -> None:
         """Let the next generation begin, or the run end."""
-        self.current = Generation(
-            self.current.number + 1, tuple(members), tuple(lost), ends=ends, since=time.time()
-        )
+        self.current = Generation(self.current.number + 1, tuple(members), tuple(lost), ends=ends, since=time.time())
         self._store.set(f"members/{self.current.number}", json.dumps(asdict(self.current), default=str))
 
     def has_begun(self) -> bool:
@@ -194,9 +190,7 @@ class Membership:
         self._interrupt.install()
         self._store.set(f"waits/{self.me}", "")
         with self._news:  # a spare process is no member until it takes a place
-            self._news.wait_for(
-                lambda: self.outdated and (self.newest.ends or self.me in self.newest.members)
-            )
+            self._news.wait_for(lambda: self.outdated and (self.newest.ends or self.me in self.newest.members))
         newest = self.newest
         if newest.ends:
             raise self.error()
@@ -212,9 +206,7 @@ class Membership:
         # Those on other hosts by their addresses, because not every host knows the names of the others.
         ready = [json.loads(self._store.get(key)) for key in keys]
         self._processes = [
-            (address, pid)
-            for host, pid, *addresses in ready
-            for address in ([here] if host == here else addresses)
+            (address, pid) for host, pid, *addresses in ready for address in ([here] if host == here else addresses)
         ]
         # A connection of its own, which can be ended with all that waits for it.
         use_store(self.address, self.port, PrefixStore(f"group/{number}", self._client()))
@@ -322,9 +314,7 @@ class Membership:
         if self._connecting:
             self._interrupt.raise_soon()
         of_store = [
-            fd
-            for ends, fd in connections().items()
-            if ends[1].endswith(f":{self.port}") and ends not in self._kept
+            fd for ends, fd in connections().items() if ends[1].endswith(f":{self.port}") and ends not in self._kept
         ]
         end_connections([*connections_with(self._processes, {self.port}), *of_store])
 

@@ -185,8 +185,7 @@ def places_in_words(places: Mapping[int, Mapping[str, Any]]) -> str:
         if where:
             ranks_at.setdefault(place_in_words(where), []).append(rank)
     text = "; ".join(
-        f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} at {place}"
-        for place, ranks in ranks_at.items()
+        f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} at {place}" for place, ranks in ranks_at.items()
     )
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
@@ -223,9 +222,7 @@ def _summary(error: BaseException) -> str:
 
 def is_orderly_exit(error: BaseException) -> bool:
     """Return whether a program exits with code 0 on purpose, which is a failure if other ranks go on."""
-    return (
-        isinstance(error, SystemExit) and not isinstance(error, SIGTERMException) and error.code in (None, 0)
-    )
+    return isinstance(error, SystemExit) and not isinstance(error, SIGTERMException) and error.code in (None, 0)
 
 
 def is_same_error(error: BaseException, record: FailureRecord) -> bool:

@@ -167,8 +167,7 @@ class StallDiagnosis:
         """Return whether no more states are expected, ``seconds`` after all ranks were asked."""
         stopped = seconds > _STOPPED_WITHIN
         return seconds > ANSWERS_WITHIN or all(
-            one.has_ended or one.has_left or (stopped and one.is_stopped)
-            for one in self._silent(look).values()
+            one.has_ended or one.has_left or (stopped and one.is_stopped) for one in self._silent(look).values()
         )
 
     def _silent(self, look: _Look) -> dict[int, UnresponsiveRank]:

@@ -72,9 +72,7 @@ _ENDS_WITHIN = 2.0
 class CollectiveGuard:
     """Watches this rank's collectives from now on; make and stop it on all ranks between the same two collectives."""
 
-    def __init__(
-        self, channel: SideChannel, propagation: FailurePropagation, settings: GuardSettings
-    ) -> None:
+    def __init__(self, channel: SideChannel, propagation: FailurePropagation, settings: GuardSettings) -> None:
         self.settings, self._channel, self._propagation = settings, channel, propagation
         self._verifier = CallVerifier() if settings.guard == "verify" else None
         # Rank 0 looks at all ranks this long before the stall timeout [s], and again at it: have they moved?
@@ -137,9 +135,7 @@ class CollectiveGuard:
             return
         with self._channel.news:
             before, self.rank.raised_at = self._stall.answers, at
-            self._to_do.put(
-                lambda: self._stall.request(next(iter(self.rank.outstanding()), None), 0.0, raised)
-            )
+            self._to_do.put(lambda: self._stall.request(next(iter(self.rank.outstanding()), None), 0.0, raised))
             self._channel.wait_for(
                 lambda: self._stall.answers > before or self._propagation.attempt.has_failure,
                 _EXPLAIN_FOR,

@@ -332,9 +332,7 @@ def parameters_in_words(module: nn.Module) -> list[str]:
     ]
 
 
-def verify_parameters(
-    module: nn.Module, gather: Callable[[Any], list[Any]], *, buffers: bool = False
-) -> None:
+def verify_parameters(module: nn.Module, gather: Callable[[Any], list[Any]], *, buffers: bool = False) -> None:
     """Raise on all ranks if their parameters, or the order of these, differ; all call this, and it gathers a number."""
     # DDP compares shapes only: if two of one shape change places, it adds the gradients of one to the other's.
     own, what = parameters_in_words(module), "parameters whose gradients DistributedDataParallel is to reduce"

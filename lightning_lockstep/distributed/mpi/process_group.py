@@ -165,8 +165,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
         ended = self._ended_calls
         return [
-            RecordedCall(call=call, started=started, done=call.number <= ended)
-            for call, started in self._calls.copy()
+            RecordedCall(call=call, started=started, done=call.number <= ended) for call, started in self._calls.copy()
         ]
 
     # -- sends and receives --
@@ -224,8 +223,7 @@ class MPIProcessGroup(dist.ProcessGroup):
             f"{title} of group {self._title!r}",
             body,
             outputs,
-            timeout=max((timeout or timedelta(0)).total_seconds(), 0.0)
-            or self.options._timeout.total_seconds(),
+            timeout=max((timeout or timedelta(0)).total_seconds(), 0.0) or self.options._timeout.total_seconds(),
             after=after,
             ended=ended,
         )

@@ -59,9 +59,7 @@ class SideChannel:
         # Raises in a wait if this rank is to stop, or returns whether it is to wait for nobody.
         self.ends_wait: Callable[[], bool] = lambda: False
 
-    def watch_peers(
-        self, on_lost: Callable[[int], None], on_closed: Callable[[int], None] = lambda rank: None
-    ) -> None:
+    def watch_peers(self, on_lost: Callable[[int], None], on_closed: Callable[[int], None] = lambda rank: None) -> None:
         """Call one of these with each rank that is lost, or has closed its channel, on a thread of the channel."""
         # A rank is lost if its connection has ended, it has not closed its channel and has not come back. Rank 0
         # watches all others, every rank watches rank 0.

@@ -58,9 +58,7 @@ class Gather:
     # `name` tells several gathers on one channel apart. A key costs one message of each rank to rank 0, and one back if
     # all ranks get the entries. `watched`: the guard finds out why one does not end, as of a collective.
 
-    def __init__(
-        self, channel: SideChannel, name: str, *, timeout: float = 60.0, watched: bool = False
-    ) -> None:
+    def __init__(self, channel: SideChannel, name: str, *, timeout: float = 60.0, watched: bool = False) -> None:
         self.channel, self.name, self.timeout = channel, name, timeout
         self.last: deque[Collecting] = deque(maxlen=_KEPT)
         if watched:

@@ -26,9 +26,7 @@ from lightning_lockstep.doctor.cuda import (
 from lightning_lockstep.doctor.machine import Machine, major, release, short, system_install
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, not_applicable, ok, problem, warning
 
-_NEW_DRIVER = (
-    "sudo ubuntu-drivers install && sudo reboot  # or: sudo dnf module install nvidia-driver:latest-dkms"
-)
+_NEW_DRIVER = "sudo ubuntu-drivers install && sudo reboot  # or: sudo dnf module install nvidia-driver:latest-dkms"
 _ASK_TORCH = "python -c 'import torch; torch.cuda.init()'"
 
 

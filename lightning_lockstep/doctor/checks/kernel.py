@@ -16,9 +16,7 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     text, subject = (machine.read_text("/proc/sys/kernel/osrelease") or "").strip(), "Linux kernel"
     version = release(text)
     if not version:
-        yield not_applicable(
-            subject, f"{text[:80]!r} is not the version of a Linux kernel: this is not Linux."
-        )
+        yield not_applicable(subject, f"{text[:80]!r} is not the version of a Linux kernel: this is not Linux.")
     elif version >= _FIRST_GOOD:
         yield ok(subject, f"{text}; hangs are known on versions before 5.5")
     elif error := (tested := machine.probe("shared_memory", timeout=_TEST_TIMEOUT)).error:

@@ -45,9 +45,7 @@ def _folder(folder: RunFolder) -> Iterable[Finding]:
         return _run(folder)
     below = folder.runs_below()
     if not below:
-        evidence = (
-            "it has none of a run's files (.hydra, summary.json, failure.json, checkpoints, metrics.csv)"
-        )
+        evidence = "it has none of a run's files (.hydra, summary.json, failure.json, checkpoints, metrics.csv)"
         return [problem(what, evidence, search)]
     without = [run for run in below if not run.has("summary.json")]
     failed = [run for run in without if run.has("failure.json")]
@@ -136,8 +134,7 @@ def _finished(summary: Mapping[str, Any]) -> Iterator[Finding]:
     metrics = summary.get("metrics")
     metrics = metrics if isinstance(metrics, dict) else {}
     shown = ", ".join(
-        f"{name} {f'{value:.4g}' if isinstance(value, float) else value}"
-        for name, value in list(metrics.items())[:4]
+        f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in list(metrics.items())[:4]
     )
     yield ok("run", f"it finished: {summary.get('steps')} steps on {_ranks(summary)}; {shown}")
     if bad := [name for name, value in metrics.items() if isinstance(value, str)]:  # nan, inf

@@ -151,10 +151,7 @@ def mpi_library() -> dict[str, Any]:
 
 # -- The program --
 
-PROBES = {
-    probe.__name__: probe
-    for probe in (shared_memory, torch_devices, xla_devices, deepspeed_import, mpi_library)
-}
+PROBES = {probe.__name__: probe for probe in (shared_memory, torch_devices, xla_devices, deepspeed_import, mpi_library)}
 
 if __name__ == "__main__":
     found = PROBES[sys.argv.pop(1)]()

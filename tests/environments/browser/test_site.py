@@ -82,16 +82,12 @@ def browsing(site: Path, problems: list[str]) -> Iterator[tuple[Any, str]]:
     from playwright.sync_api import sync_playwright
 
     with served(site) as address, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
         page = browser.new_page(viewport=DESK)
         page.set_default_timeout(60_000)
         page.on("pageerror", lambda error: problems.append(f"{page.url}: {error}"))
         page.on("console", lambda said: said.type == "error" and problems.append(f"{page.url}: {said.text}"))
-        page.on(
-            "requestfailed", lambda asked: failed(asked) and problems.append(f"{page.url}: no {asked.url}")
-        )
+        page.on("requestfailed", lambda asked: failed(asked) and problems.append(f"{page.url}: no {asked.url}"))
         page.on(
             "request",
             lambda asked: asked.url.startswith((address, "data:", "blob:")) or problems.append(asked.url),

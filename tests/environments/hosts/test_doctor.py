@@ -43,9 +43,7 @@ def network(cluster: Cluster) -> tuple[int, list[dict[str, Any]], str]:
     place += ["--master-addr", cluster.addresses[0], "--master-port", "29555"]
     program = ["-m", "lightning_lockstep.doctor", "network", "--json"]
     started = [
-        cluster.start(
-            host, [sys.executable, "-m", "torch.distributed.run", *place, f"--node-rank={host}", *program]
-        )
+        cluster.start(host, [sys.executable, "-m", "torch.distributed.run", *place, f"--node-rank={host}", *program])
         for host in (0, 1)
     ]
     outputs = [process.communicate(timeout=patience(200))[0] for process in started]
@@ -61,9 +59,7 @@ def rows_in(code: int, output: str) -> tuple[int, dict[str, list[dict[str, Any]]
 
 def told(rows: list[dict[str, Any]], status: str, subject: str) -> str:
     """Return the evidence of the rows with that status and subject."""
-    return "\n".join(
-        r["evidence"] for r in rows if r["status"] == status and r["subject"].startswith(subject)
-    )
+    return "\n".join(r["evidence"] for r in rows if r["status"] == status and r["subject"].startswith(subject))
 
 
 @contextmanager

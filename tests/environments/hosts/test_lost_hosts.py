@@ -83,9 +83,7 @@ def test_the_process_that_has_started_the_ranks_of_a_host_is_killed_and_a_spare_
     hosts: Cluster, undisturbed: Fit, tmp_path: Path
 ) -> None:
     """Of the two spare processes the other one is on that host."""
-    disturbed, other = fit_on(
-        hosts, tmp_path / "run", spares=1, event=lambda pid: os.kill(pid, signal.SIGKILL)
-    )
+    disturbed, other = fit_on(hosts, tmp_path / "run", spares=1, event=lambda pid: os.kill(pid, signal.SIGKILL))
     check_same(disturbed, undisturbed)
     assert other.returncode == -signal.SIGKILL
     (line,) = disturbed.lost()

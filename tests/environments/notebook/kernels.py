@@ -82,9 +82,7 @@ class Kernel:
     def pid(self) -> int:
         return int(self.manager.provisioner.pid)
 
-    def run(
-        self, cell: str, *, interrupt_after: str = "", then: Callable[[], None] | None = None
-    ) -> CellOutput:
+    def run(self, cell: str, *, interrupt_after: str = "", then: Callable[[], None] | None = None) -> CellOutput:
         """Run a cell and return what it shows; interrupts it, or calls a function, once it has shown a text."""
         output, done = CellOutput(), False
 

@@ -27,9 +27,7 @@ def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
     book = nbformat.read(EXAMPLE, as_version=4)
-    client = NotebookClient(
-        book, timeout=120, record_timing=False, resources={"metadata": {"path": tmp_path}}
-    )
+    client = NotebookClient(book, timeout=120, record_timing=False, resources={"metadata": {"path": tmp_path}})
     manager = client.create_kernel_manager()
     manager._kernel_spec = KernelSpec(
         argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], language="python"

@@ -125,9 +125,7 @@ def test_a_trainer_starts_ranks_from_a_cell(kernel: Kernel) -> None:
     assert output.result == "True" and "2 ranks" in output.all
     output = kernel.run("fit(Model(lambda: os.kill(os.getpid(), signal.SIGKILL)))")
     assert output.error is not None and "\nRankFailedError" not in output.error
-    assert re.match(
-        r"RankFailedError: rank 1 of 2 .* was killed by SIGKILL while the others were", output.error
-    )
+    assert re.match(r"RankFailedError: rank 1 of 2 .* was killed by SIGKILL while the others were", output.error)
     assert kernel.run("notebook_launcher(lambda: fit(Model()), (), 2)").result == "True"
     output = kernel.run("fit(Model(lambda: time.sleep(1000)))", interrupt_after="step 0")
     assert output.error_type == "SystemExit", "what Lightning makes of an interrupted fit"

@@ -86,9 +86,7 @@ def test_zsh_completes_by_the_lines_of_the_page(command: Path, tmp_path: Path) -
 
 
 @contextmanager
-def terminal(
-    command: list[str], env: dict[str, str]
-) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
+def terminal(command: list[str], env: dict[str, str]) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
     """A program at a terminal: a function that types, and one that waits until the program has shown a text."""
     master, slave = pty.openpty()
     shown = ""
@@ -105,9 +103,7 @@ def terminal(
                 shown += os.read(master, 65536).decode(errors="replace")
         shown = shown.partition(text)[2]
 
-    with subprocess.Popen(
-        command, env=env, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
-    ) as process:
+    with subprocess.Popen(command, env=env, stdin=slave, stdout=slave, stderr=slave, start_new_session=True) as process:
         os.close(slave)
         try:
             yield write, until

@@ -62,9 +62,7 @@ def main() -> None:
     )
     trainer.fit(Model())
     environment = type(trainer.strategy.cluster_environment).__name__
-    print(
-        f"rank {trainer.global_rank} of {trainer.world_size}: {environment} {trainer.global_step}", flush=True
-    )
+    print(f"rank {trainer.global_rank} of {trainer.world_size}: {environment} {trainer.global_step}", flush=True)
 
 
 if __name__ == "__main__":

@@ -27,15 +27,11 @@ WITH_PMIX = pytest.param("pmix", ONE_NODE, marks=NO_PMIX)
 
 
 def srun(slurm: Slurm, do: str, *options: str, cwd: Path, **env: str) -> ScriptOutcome:
-    return slurm.run(
-        ["srun", "--kill-on-bad-exit", *options, sys.executable, str(PROGRAM), do], cwd=cwd, env=env
-    )
+    return slurm.run(["srun", "--kill-on-bad-exit", *options, sys.executable, str(PROGRAM), do], cwd=cwd, env=env)
 
 
 @pytest.mark.parametrize(("mpi", "options"), [("pmi2", TWO_NODES), WITH_PMIX])
-def test_ddp_is_no_mpi_whatever_srun_offers(
-    slurm: Slurm, mpi: str, options: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_ddp_is_no_mpi_whatever_srun_offers(slurm: Slurm, mpi: str, options: tuple[str, ...], tmp_path: Path) -> None:
     outcome = srun(slurm, "fit", f"--mpi={mpi}", *options, cwd=tmp_path)
     assert outcome.returncode == 0, outcome.output
     ranks = 4 if options == TWO_NODES else 2
@@ -50,9 +46,7 @@ def test_deepspeed_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
     assert sorted(re.findall(r"rank \d of .*", outcome.stdout)) == expected
 
 
-def test_a_task_on_each_node_starts_the_ranks_there_and_they_outlive_one(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_a_task_on_each_node_starts_the_ranks_there_and_they_outlive_one(slurm: Slurm, tmp_path: Path) -> None:
     undisturbed = outliving.fit(tmp_path / "whole", "end", max_epochs=2)
     folder, options = tmp_path / "lost", json.dumps({"num_nodes": 2, "max_epochs": 2})
     folder.mkdir()
@@ -82,9 +76,7 @@ def test_ranks_of_mpi(slurm: Slurm, kind: str, mpi: str, options: tuple[str, ...
     # Not mpi_command: these stay with the other tests of Slurm, of which there is one at a time.
     python = sys.executable if kind == "open_mpi" else str(_mpich_prefix() / "bin" / "python")  # type: ignore[operator]
     env = {**mpi_environ(), "DEVICES": options[1][-1]}
-    outcome = slurm.run(
-        ["srun", f"--mpi={mpi}", *options, python, str(PROGRAM), "mpi"], cwd=tmp_path, env=env
-    )
+    outcome = slurm.run(["srun", f"--mpi={mpi}", *options, python, str(PROGRAM), "mpi"], cwd=tmp_path, env=env)
     assert outcome.returncode == 0 and not outcome.timed_out, outcome.output
     expected = [f"rank {rank} of 2: SrunMPIEnvironment 6" for rank in range(2)]
     assert sorted(re.findall(r"rank \d of .*", outcome.stdout)) == expected
@@ -148,9 +140,7 @@ def test_a_job_that_slurm_does_not_requeue_says_so(slurm: Slurm, tmp_path: Path)
     signalled(slurm, job, tmp_path)
     assert slurm.wait(job) == "FAILED", slurm.describe(tmp_path, job)
     output = slurm.output(tmp_path, job)
-    said = re.findall(
-        r"Slurm did not requeue the job \(scontrol requeue (\d+): .+\): submit it again", output
-    )
+    said = re.findall(r"Slurm did not requeue the job \(scontrol requeue (\d+): .+\): submit it again", output)
     assert said == [job], output
     assert "was asked to requeue" not in output
 
@@ -158,9 +148,7 @@ def test_a_job_that_slurm_does_not_requeue_says_so(slurm: Slurm, tmp_path: Path)
 def test_a_failing_rank_is_named_last(slurm: Slurm, tmp_path: Path) -> None:
     outcome = srun(slurm, "raise", *TWO_NODES, cwd=tmp_path)
     assert outcome.returncode != 0 and not outcome.timed_out
-    lines = [
-        line for line in outcome.stderr.splitlines() if line and not line.startswith(("srun:", "slurmstepd"))
-    ]
+    lines = [line for line in outcome.stderr.splitlines() if line and not line.startswith(("srun:", "slurmstepd"))]
     assert any("rank 1 of 4" in line for line in lines[-12:]), outcome.stderr
     assert "ValueError: boom" in lines[-2] and lines[-1].startswith("Saved to ")
 

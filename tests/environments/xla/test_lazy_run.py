@@ -41,8 +41,6 @@ def reads_in_training(folder: Path, **options: Any) -> tuple[dict[int, int], Sho
 def test_values_of_the_progress_bar_are_read_where_they_are_logged(tmp_path: Path) -> None:
     found, net = reads_in_training(tmp_path, log_every_n_steps=8)
     # torch-xla counts a read when it is over, which may be in the step after.
-    assert {step for step, count in found.items() if count} <= {7, 8, 15, 16} and sum(found.values()) >= 2, (
-        found
-    )
+    assert {step for step, count in found.items() if count} <= {7, 8, 15, 16} and sum(found.values()) >= 2, found
     assert "shown" not in net.shown[6] and net.shown[8]["shown"] == pytest.approx(net.losses[7])
     assert net.shown[13]["shown"] == net.shown[12]["shown"], "in between it stays"

@@ -28,9 +28,7 @@ def test_a_smaller_last_batch_is_named_once(tmp_path: Path, caplog: pytest.LogCa
     assert late[0].before == ((64, 64), (64,)) and late[0].seconds > 0
     assert [one for one in late if one.step > 7] == [], [one.line() for one in late]
     lines = [record.getMessage() for record in caplog.records if "StaticShapes" in record.getMessage()]
-    assert any(
-        "its shapes are (44, 64), (44,), those of the batch before (64, 64), (64,)" in line for line in lines
-    )
+    assert any("its shapes are (44, 64), (44,), those of the batch before (64, 64), (64,)" in line for line in lines)
 
 
 def test_padded_batches_compile_nothing_new_and_give_the_same_losses(tmp_path: Path) -> None:

@@ -150,12 +150,8 @@ def test_a_batch_that_the_devices_cannot_divide_evenly_counts_as_on_one(tmp_path
 
 def test_by_name_and_by_the_command_line(tmp_path: Path) -> None:
     """In a fresh process, where the number of devices follows from the Trainer's."""
-    command = (
-        "strategy=xla_spmd trainer.devices=4 data=digits trainer.max_epochs=1 trainer.limit_train_batches=4"
-    )
-    environ = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PJRT", "CPU_NUM", "XLA"))
-    }
+    command = "strategy=xla_spmd trainer.devices=4 data=digits trainer.max_epochs=1 trainer.limit_train_batches=4"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PJRT", "CPU_NUM", "XLA"))}
     done = subprocess.run(
         [sys.executable, "-m", "lightning_lockstep.train", *command.split(), "trainer.limit_val_batches=1"],
         capture_output=True,
@@ -183,9 +179,7 @@ def tpu_host(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
         request.addfinalizer(cached.cache_clear)  # type: ignore[attr-defined]
 
 
-def test_lightning_gives_the_strategy_its_tpu(
-    tmp_path: Path, tpu_host: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lightning_gives_the_strategy_its_tpu(tmp_path: Path, tpu_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     for precision in ("32-true", "bf16-mixed"):
         made = trainer(tmp_path, spmd(), accelerator="tpu", precision=precision)
@@ -228,9 +222,7 @@ def test_arguments_of_another_kind() -> None:
 
 
 @pytest.mark.parametrize("name", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16"])
-def test_a_variable_that_torch_xla_has_given_up(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_that_torch_xla_has_given_up(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
     with pytest.raises(ConfigurationError, match=f"{name}=1: expected precision=bf16-true"):
         fitted(tmp_path, spmd())

@@ -76,6 +76,4 @@ def test_a_backward_before_torch_xla_has_its_devices_is_explained(tmp_path: Path
         timeout=200,
     )
     assert done.returncode == 1
-    assert (
-        "ConfigurationError: A backward ran in this process before torch-xla had its devices" in done.stderr
-    )
+    assert "ConfigurationError: A backward ran in this process before torch-xla had its devices" in done.stderr

@@ -36,9 +36,7 @@ def test_two_ranks_train_as_one_process_and_reach_each_other(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert found[0].pop("as alone") < 1e-4, "the weights are those of one CPU process on whole batches"
-    assert [one.pop("gradient") for one in found] == [[2.0], [20.0]], (
-        "what both ranks made of the part of each"
-    )
+    assert [one.pop("gradient") for one in found] == [[2.0], [20.0]], "what both ranks made of the part of each"
     assert found[0] == found[1]
     assert found[0] == {
         "device": "xla",
@@ -95,9 +93,7 @@ def test_several_replicas_on_the_cpu(tmp_path: Path) -> None:
         trainer(tmp_path, LockstepXLAStrategy(), devices=2)
 
 
-def test_devices_that_were_taken_before_the_ranks_are_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_that_were_taken_before_the_ranks_are_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the process of these tests has them; only what is refused sooner on the CPU is left out."""
     monkeypatch.setattr(xla, "check_replicas", lambda count: None)
     made = trainer(tmp_path, LockstepXLAStrategy(), devices=2)

@@ -79,20 +79,14 @@ class Between(L.Callback):
             "text": "word",
         }
         got = strategy.broadcast(sent if rank == 0 else None)
-        note["broadcast"] = [
-            f"{one.dtype} {one.device.type} {one.tolist()}" for one in list(got.values())[:4]
-        ]
+        note["broadcast"] = [f"{one.dtype} {one.device.type} {one.tolist()}" for one in list(got.values())[:4]]
         note["tensor"] = strategy.broadcast(torch.tensor(rank + 5, device=device), 1).tolist()
         mine = torch.tensor([rank + 1], device=device)
-        note["reduced"] = [
-            strategy.reduce(mine, reduce_op=op).tolist() for op in ("sum", "mean", "min", "max")
-        ]
+        note["reduced"] = [strategy.reduce(mine, reduce_op=op).tolist() for op in ("sum", "mean", "min", "max")]
         note["gathered"] = strategy.all_gather(mine).tolist()
         note["gathered on the CPU"] = strategy.all_gather(mine.cpu()).tolist()
         leaf = torch.tensor([1.0 + rank], device=device, requires_grad=True)
-        (
-            strategy.all_gather(leaf, sync_grads=True)[:, 0] * torch.tensor([1.0, 10.0], device=device)
-        ).sum().backward()
+        (strategy.all_gather(leaf, sync_grads=True)[:, 0] * torch.tensor([1.0, 10.0], device=device)).sum().backward()
         note["gradient"] = [] if leaf.grad is None else leaf.grad.tolist()
         note["votes"] = [strategy.reduce_boolean_decision(rank == 1, all=every) for every in (True, False)]
 
@@ -113,9 +107,7 @@ def train(folder: Path) -> None:
     resumed = Module()
     third.fit(resumed, data(rank, 2), ckpt_path=path)
     found["resumed"] = [third.global_step, resumed.batches]
-    everyone = current_communicator().gather(
-        {name: value.tolist() for name, value in resumed.state_dict().items()}
-    )
+    everyone = current_communicator().gather({name: value.tolist() for name, value in resumed.state_dict().items()})
     found["same weights"] = all(one == everyone[0] for one in everyone)
     if rank == 0:
         found["as alone"] = alone(folder, start, weights)

@@ -47,9 +47,7 @@ def surroundings() -> str:
         group = file.read()
     with open("/proc/self/mountinfo") as file:
         # Named namespaces are also mounts.
-        mounts = sorted(
-            {place for place in (line.split()[4] for line in file) if not place.startswith("/run/netns")}
-        )
+        mounts = sorted({place for place in (line.split()[4] for line in file) if not place.startswith("/run/netns")})
     names = sorted(name for name in vars(resource) if name.startswith("RLIMIT_"))
     limits = [resource.getrlimit(getattr(resource, name)) for name in names]
     read: dict[str, Any] = {

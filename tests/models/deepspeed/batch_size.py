@@ -89,9 +89,7 @@ def with_and_without(folder: str, runs: list[Run]) -> list[Any]:
     for stage, where, strategy, options in runs:
         callback = largest(margin=0, max_val=24)
         searched = Walled(where)
-        run = trainer(
-            LockstepDeepSpeedStrategy(stage=stage, **strategy), callback, default_root_dir=folder, **options
-        )
+        run = trainer(LockstepDeepSpeedStrategy(stage=stage, **strategy), callback, default_root_dir=folder, **options)
         run.fit(searched)
         by_hand = Walled(batch_size=searched.batch_size)
         trainer(LockstepDeepSpeedStrategy(stage=stage, **strategy), **options).fit(by_hand)

@@ -105,8 +105,7 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
     found: dict[str, Any] = {
         "counters": [engine.global_steps, engine.skipped_steps, trainer.global_step],
         "options": [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ],
         "steps": sorted({float(entry["step"]) for entry in optimizer.state.values() if "step" in entry}),
         "buffer": trainer.lightning_module.state_dict()["seen"].item(),
@@ -166,9 +165,7 @@ def loader(ranks: int) -> DataLoader[Any]:
 
 def trainer_of(ranks: int, case: str, epochs: int, *callbacks: Callback, local: bool = False) -> Trainer:
     stage, precision, _ = CASES[case]
-    config: dict[str, Any] = {
-        "zero_optimization": {"stage": stage, "round_robin_gradients": "round robin" in case}
-    }
+    config: dict[str, Any] = {"zero_optimization": {"stage": stage, "round_robin_gradients": "round robin" in case}}
     if local:
         config["checkpoint"] = {"use_node_local_storage": True}
     options = {"precision": precision, "devices": ranks, "max_epochs": epochs, "callbacks": [*callbacks]}
@@ -295,13 +292,8 @@ def check(of_rank: dict[str, Any], folder: Path) -> None:
 def check_refused(refused: dict[str, str]) -> None:
     assert "missing: zero_pp_rank_1_mp_rank_00_optim_states.pt" in refused["a missing file"]
     assert "cannot be read" in refused["a cut file"]
-    assert (
-        "is a checkpoint of another model" in refused["another model"]
-        and "first.weight" in refused["another model"]
-    )
-    assert (
-        "expected the same stage (1 in the checkpoint, 0 in this run). Or" in refused["stage 0 on one side"]
-    )
+    assert "is a checkpoint of another model" in refused["another model"] and "first.weight" in refused["another model"]
+    assert "expected the same stage (1 in the checkpoint, 0 in this run). Or" in refused["stage 0 on one side"]
     assert "another optimizer than this run's SGD" in refused["another optimizer"]
 
 

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
-    "fp16": {
-        "fp16": {"enabled": True, "loss_scale": 64}
-    },  # by default the first steps overflow, and are skipped
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 64}},  # by default the first steps overflow, and are skipped
 }
 
 #: What a checkpoint of each name is written with, besides what all have.
@@ -97,9 +95,7 @@ def write_checkpoints(folder: str, names: list[str]) -> None:
         weights = true_weights(engine, exclude)
         path = Path(folder, f"{name}.ckpt")
         state = client_state()
-        engine.save_checkpoint(
-            str(path), client_state=state, tag="checkpoint", exclude_frozen_parameters=exclude
-        )
+        engine.save_checkpoint(str(path), client_state=state, tag="checkpoint", exclude_frozen_parameters=exclude)
         if torch.distributed.get_rank() == 0:
             torch.save(weights, path.with_suffix(".truth"))
         engine.destroy()
@@ -234,9 +230,7 @@ def main(folder: Path) -> None:
     for path in sorted(folder.glob("*.ckpt")):
         truth = torch.load(path.with_suffix(".truth"))["float32"]
         output = consolidate(path, folder / "whole" / path.name)
-        model = Net.load_from_checkpoint(
-            output, map_location="cpu", strict=not path.name.startswith("no_frozen")
-        )
+        model = Net.load_from_checkpoint(output, map_location="cpu", strict=not path.name.startswith("no_frozen"))
         state = model.state_dict()
         wrong = [name for name, value in truth.items() if not torch.equal(state[name], value)]
         tied = model.head.weight is model.embedding.weight

@@ -51,9 +51,7 @@ class Checkpointed(nn.Sequential):
 def made(kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind == "plain rows":
-        return nn.Sequential(
-            nn.Linear(6, 8), nn.BatchNorm1d(8, affine=False), nn.Tanh(), nn.Linear(8, 3, bias=False)
-        )
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, affine=False), nn.Tanh(), nn.Linear(8, 3, bias=False))
     if kind == "sequences":
         return nn.Sequential(nn.Conv1d(6, 4, 2), nn.BatchNorm1d(4, track_running_stats=False), nn.Flatten())
     momentum = None if kind == "cumulative" else 0.1
@@ -121,11 +119,7 @@ def differences(names: Iterable[str] = CASES) -> dict[str, tuple[float, bool]]:
 
 
 def wrong_ones(names: Iterable[str]) -> list[str]:
-    return [
-        name
-        for name, (far, same) in differences(names).items()
-        if far > TOLERANCES[CASES[name].dtype] or not same
-    ]
+    return [name for name, (far, same) in differences(names).items() if far > TOLERANCES[CASES[name].dtype] or not same]
 
 
 def single_value() -> str:

@@ -113,9 +113,7 @@ def refused(rank: int) -> list[str]:
     ]
     said = []
     for call in calls:
-        with pytest.raises(
-            UnansweredCollectiveError, match="in a step that runs on one rank alone"
-        ) as caught:
+        with pytest.raises(UnansweredCollectiveError, match="in a step that runs on one rank alone") as caught:
             call()
         said.append(str(caught.value).split(" cannot")[0])
     return said

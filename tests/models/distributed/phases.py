@@ -83,9 +83,7 @@ def expected(case: Case) -> Expected | None:
     is_first = target == "0"
     if phase in OUTSIDE:
         return _outside(case)
-    if phase not in _ONLY.get(fault, IN_FIT) or (
-        fault == "stop" and is_first
-    ):  # nobody can end a first process
+    if phase not in _ONLY.get(fault, IN_FIT) or (fault == "stop" and is_first):  # nobody can end a first process
         return None
     seconds = 2.0
     if fault in ("never", "other"):
@@ -138,8 +136,7 @@ def differences(case: Case, folder: Path) -> list[str]:
     began = max((float(one.read_text()) for one in folder.glob("*.fault")), default=0.0)
     ended = max(one.stat().st_mtime for one in [*folder.glob("*.raised"), *folder.glob("*.fault")])
     raised = tuple(
-        (folder / f"{rank}.raised").read_text() if (folder / f"{rank}.raised").exists() else ""
-        for rank in "01"
+        (folder / f"{rank}.raised").read_text() if (folder / f"{rank}.raised").exists() else "" for rank in "01"
     )
     found = [f"left running: {one}" for one in outcome.leftovers]
     if outcome.timed_out:
@@ -153,7 +150,5 @@ def differences(case: Case, folder: Path) -> list[str]:
     if wanted.kept is not None and (folder / "failure.json").exists() != wanted.kept:
         found.append("failure.json is " + ("not there" if wanted.kept else "there"))
     if ended - began > patience(wanted.seconds) * 3:  # several tests share the cores
-        found.append(
-            f"the last rank raised {ended - began:.1f} s after the fault, expected {wanted.seconds:.0f} s"
-        )
+        found.append(f"the last rank raised {ended - began:.1f} s after the fault, expected {wanted.seconds:.0f} s")
     return [*found, outcome.output] if found else []

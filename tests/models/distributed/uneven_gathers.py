@@ -81,9 +81,7 @@ def gradients() -> list[str]:
             dtype=gradient is not None and gradient.dtype == dtype,
             gradient=bool((gradient == sum(10 * other + rank + 1 for other in range(size))).all()),
             required=all(part["uneven"].requires_grad for part in parts),
-            not_required=not any(
-                part["counts"].requires_grad or part["constant"].requires_grad for part in parts
-            ),
+            not_required=not any(part["counts"].requires_grad or part["constant"].requires_grad for part in parts),
             required_on_one=all(part["on rank 1 alone"].requires_grad for part in parts),
         )
     return wrong

@@ -69,9 +69,7 @@ class ImitatedMachine(Machine):
         for name in names:
             made = self._commands.get((name, *command[1:]))
             if isinstance(made, Mapping):
-                return Completed(
-                    int(made.get("exit", 0)), str(made.get("output", "")), str(made.get("error", ""))
-                )
+                return Completed(int(made.get("exit", 0)), str(made.get("output", "")), str(made.get("error", "")))
             if made is not None:
                 return Completed(0, str(made))
         return Completed(1, "", f"{command[0]}: nothing is recorded for {shlex.join(command)}")
@@ -88,9 +86,7 @@ class ImitatedMachine(Machine):
 
     def exists(self, path: str) -> bool:
         real = self.real_path(path)
-        return real in self._files or any(
-            name.startswith(f"{real}/") for name in [*self._files, *self._links]
-        )
+        return real in self._files or any(name.startswith(f"{real}/") for name in [*self._files, *self._links])
 
     def age(self, path: str) -> float | None:
         return float(self._ages.get(path, 0)) if self.exists(path) else None

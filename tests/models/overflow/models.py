@@ -116,9 +116,7 @@ class TwoOptimizers(Task):
         first, second = self.optimizers()
         with first.toggle_model():
             first.zero_grad()
-            self.manual_backward(
-                self.head(torch.nn.functional.dropout(batch.clamp(max=1.0), 0.3)).square().mean()
-            )
+            self.manual_backward(self.head(torch.nn.functional.dropout(batch.clamp(max=1.0), 0.3)).square().mean())
             first.step()
         with second.toggle_model():
             second.zero_grad()
@@ -132,9 +130,7 @@ class TwoOptimizers(Task):
         return torch.optim.SGD(self.head.parameters(), 0.01), torch.optim.SGD(rest, 0.01)
 
 
-def data(
-    *, batches: int, marked: dict[int, int] | None = None, seed: int = 0, size: int = 4
-) -> DataLoader[Tensor]:
+def data(*, batches: int, marked: dict[int, int] | None = None, seed: int = 0, size: int = 4) -> DataLoader[Tensor]:
     """Return random batches; ``marked`` says by batch which row gets the mark."""
     rows = torch.randn(batches * size, WIDTH, generator=torch.Generator().manual_seed(seed))
     for batch, row in (marked or {}).items():

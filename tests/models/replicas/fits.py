@@ -129,9 +129,7 @@ class Net(LightningModule):
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
         return optimizer
 
-    def optimizer_step(
-        self, epoch: Any, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
+    def optimizer_step(self, epoch: Any, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         case = self.case
         skips = case.fault == "skipped step" and case.rank == current_communicator().rank
         if skips and self.trainer.global_step == case.step:
@@ -156,9 +154,7 @@ class Fault(Callback):
     def __init__(self, case: Case) -> None:
         self.case, self.done = case, 0
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.done += 1
         if self.done == self.case.step and current_communicator().rank == self.case.rank:
             self.do(trainer, pl_module)
@@ -171,9 +167,7 @@ class Fault(Callback):
             parameters = held(module.parameters())
             flip(parameters[case.target])
         elif case.fault == "bit of state":
-            states = held(
-                v for p in module.parameters() for k, v in sorted(optimizer.state[p].items()) if k != "step"
-            )
+            states = held(v for p in module.parameters() for k, v in sorted(optimizer.state[p].items()) if k != "step")
             flip(states[case.target])
         elif case.fault == "rate":
             optimizer.param_groups[0]["lr"] *= 2

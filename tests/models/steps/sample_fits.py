@@ -74,9 +74,7 @@ class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(30, 16), nn.Parameter(torch.randn(11, 16) * 0.1)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(16, 4, 32, 0.1, batch_first=True) for _ in range(2)
-        )
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 4, 32, 0.1, batch_first=True) for _ in range(2))
         self.drop, self.head = nn.Dropout(0.1), nn.Linear(16, 30)
 
     def forward(self, x: Tensor) -> Tensor:

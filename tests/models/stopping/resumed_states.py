@@ -265,9 +265,7 @@ def fit(
     path = Path(logger.log_dir, "metrics.csv")
     if trainer.is_global_zero and path.exists():
         rows = [{k: v[:7] for k, v in row.items() if v} for row in csv.DictReader(path.open())]
-    states = [
-        one.state_dict() for one in callbacks if isinstance(one, (SyncedEarlyStopping, ModelCheckpoint))
-    ]
+    states = [one.state_dict() for one in callbacks if isinstance(one, (SyncedEarlyStopping, ModelCheckpoint))]
     whole = isinstance(strategy, LockstepDDPStrategy)
     weights = [p.tolist() for p in net.parameters()] if whole else None
     return record, {"rows": rows, "states": str(states), "weights": weights, "step": trainer.global_step}
@@ -301,9 +299,7 @@ def after_an_exception(folder: Path, name: str) -> dict[str, Any]:
     """Return which callback's checkpoint of a fit that has failed does not go on with the batch that failed."""
     folder = folder / name
     record, _ = fit(folder, ddp(), dropout=0.0)
-    expected = record.events[
-        record.events.index(next(e for e in record.events if e[:4] == ("train", 1, 7, 2))) :
-    ]
+    expected = record.events[record.events.index(next(e for e in record.events if e[:4] == ("train", 1, 7, 2))) :]
     savers: dict[str, Made] = {
         "on_exception": lambda folder: [OnExceptionCheckpoint(folder)],
         "step=7": lambda folder: [ModelCheckpoint(folder, "{step}", save_on_exception=True)],

@@ -376,9 +376,7 @@ def epoch_of(seen: list[Any]) -> list[int]:
     return [number for epoch, batch in seen if epoch == 1 for number in batch]
 
 
-def check_numbers(
-    cases: dict[str, Change], saved: list[dict[str, Seen]], resumed: list[dict[str, Seen]]
-) -> None:
+def check_numbers(cases: dict[str, Change], saved: list[dict[str, Seen]], resumed: list[dict[str, Seen]]) -> None:
     """The rest of the epoch is exact, or one rank says what comes again."""
     for name, (_, _, says) in cases.items():
         texts = [text for of_rank in resumed for text in of_rank[name][1]]

@@ -65,9 +65,7 @@ class Slow(Callback):
     def __init__(self, slow: Any) -> None:
         self.slow = slow
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.slow("callback", batch_idx)
 
 
@@ -107,12 +105,7 @@ def fit(
     def slow(place: str, count: int) -> None:
         if where == place and slow_rank in (ALL, current_communicator().rank) and count % every == 0:
             time.sleep(seconds)
-        elif (
-            where == "raise"
-            and current_communicator().rank == slow_rank
-            and place == "forward"
-            and count == every
-        ):
+        elif where == "raise" and current_communicator().rank == slow_rank and place == "forward" and count == every:
             raise ValueError("a bad batch on purpose")
 
     printed, kept = io.StringIO(), Kept()

@@ -35,6 +35,4 @@ def check_kept(folder: Path, rank: int, summary: str) -> None:
     assert place_in_words(record.where).startswith(place), record
     found = list(doctor_run(Machine(), CheckOptions(folders=(str(folder),))))
     [problem] = [one for one in found if one.status is Status.PROBLEM]
-    assert (
-        f"rank {rank} of 2" in problem.evidence and summary in problem.evidence and place in problem.evidence
-    )
+    assert f"rank {rank} of 2" in problem.evidence and summary in problem.evidence and place in problem.evidence

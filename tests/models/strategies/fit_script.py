@@ -107,9 +107,7 @@ def fit_alone_first(net: Net, data: TensorDataset, options: dict[str, bool]) -> 
 
 def make_strategy() -> Any:
     if START == "deepspeed_mpi":
-        return lightning_lockstep.LockstepDeepSpeedStrategy(
-            stage=2, process_group_backend="mpi4py", grace_period=8.0
-        )
+        return lightning_lockstep.LockstepDeepSpeedStrategy(stage=2, process_group_backend="mpi4py", grace_period=8.0)
     if START == "mpi":
         return lightning_lockstep.LockstepMPIStrategy(grace_period=8.0)
     return lightning_lockstep.LockstepDDPStrategy(start_method=START, grace_period=GRACE)

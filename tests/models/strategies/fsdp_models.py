@@ -93,9 +93,7 @@ class LogsLoss(Net):
 
 def rows(count: int = 32) -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
-    return TensorDataset(
-        torch.randn(count, 8, generator=generator), torch.randint(0, 4, (count,), generator=generator)
-    )
+    return TensorDataset(torch.randn(count, 8, generator=generator), torch.randint(0, 4, (count,), generator=generator))
 
 
 def loader(ranks: int, *, batch: int = 8, count: int = 32) -> DataLoader[Any]:

@@ -67,9 +67,7 @@ def keep_waiting() -> None:
 def pause_all() -> None:
     """Let all ranks be stopped for longer than the stall timeout, as by Ctrl-Z."""
     both = [os.getpid(), os.getppid()]
-    command = (
-        f"kill -STOP {both[0]} {both[1]}; sleep 5; kill -CONT {both[1]}; sleep 0.3; kill -CONT {both[0]}"
-    )
+    command = f"kill -STOP {both[0]} {both[1]}; sleep 5; kill -CONT {both[1]}; sleep 0.3; kill -CONT {both[0]}"
     os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", command)
 
 

@@ -86,9 +86,7 @@ def fit(folder: Path, on_lost_rank: str, *orders: str, **options: Any) -> Fit:
 def difference(one: Fit, other: Fit) -> float:
     """Return the largest difference of any weight of any rank that has reached the end."""
     of_other = other.weights()[0]
-    return max(
-        float((w[name] - value).abs().max()) for w in one.weights() for name, value in of_other.items()
-    )
+    return max(float((w[name] - value).abs().max()) for w in one.weights() for name, value in of_other.items())
 
 
 def check_same(disturbed: Fit, undisturbed: Fit) -> None:

@@ -143,9 +143,7 @@ class Net(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 0.01)
-        return [optimizer], [
-            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.8), "interval": "step"}
-        ]
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.8), "interval": "step"}]
 
 
 def generation() -> int:
@@ -183,9 +181,7 @@ def main() -> None:
     torch.set_default_dtype(torch.float64)
     L.seed_everything(5, verbose=False)
     callbacks: list[Any] = [
-        ModelCheckpoint(
-            FOLDER / "best", monitor="val_loss", save_top_k=2, filename="{epoch}", save_last=True
-        ),
+        ModelCheckpoint(FOLDER / "best", monitor="val_loss", save_top_k=2, filename="{epoch}", save_last=True),
         ModelCheckpoint(FOLDER / "steps", every_n_train_steps=5, save_top_k=-1, filename="{step}"),
         EarlyStopping("val_loss", patience=50),
     ]

@@ -43,9 +43,7 @@ def test_lightning_cli_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_an_app_that_has_only_our_configs_prints_what_its_readme_shows(tmp_path: Path) -> None:
-    shown = re.findall(
-        r"^python (.*)\n# (.*)$", (EXAMPLES / "foreign_app" / "README.md").read_text(), re.MULTILINE
-    )
+    shown = re.findall(r"^python (.*)\n# (.*)$", (EXAMPLES / "foreign_app" / "README.md").read_text(), re.MULTILINE)
     command, printed = next(line for line in shown if "[early_stopping,stop_together]" in line[0])
     prints(command, printed, tmp_path)
 

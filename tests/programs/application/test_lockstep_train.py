@@ -122,9 +122,7 @@ def test_ctrl_c_says_how_far_the_run_came_and_how_it_goes_on(tmp_path: Path) -> 
         outcome = script.finish(60)
     assert outcome.returncode == 130, outcome.output
     assert "Traceback" not in outcome.output
-    said = re.search(
-        r"interrupted after optimizer step (\d+); to go on: lockstep-doctor run (\S+)", outcome.stderr
-    )
+    said = re.search(r"interrupted after optimizer step (\d+); to go on: lockstep-doctor run (\S+)", outcome.stderr)
     assert said is not None, outcome.stderr
     found = list(check(Machine(), CheckOptions(folders=(said[2],))))
     assert "interrupted by Ctrl-C" in found[0].evidence and f"step {said[1]}" in found[0].evidence, found

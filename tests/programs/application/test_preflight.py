@@ -19,8 +19,6 @@ def test_a_problem_stops_the_run_with_the_table(tmp_path: Path) -> None:
     command = [*PREFLIGHT, "strategy=mpi", f"strategy.hostfile={tmp_path / 'hosts'}", "trainer.devices=1"]
     outcome = run_script([*command, f"hydra.run.dir={tmp_path / 'run'}"], env=mpi_environ(), timeout=120)
     assert outcome.returncode == 2 and not outcome.timed_out, outcome.output
-    assert "Could not resolve hostname no-such-host.invalid" in " ".join(outcome.stderr.split()), (
-        outcome.stderr
-    )
+    assert "Could not resolve hostname no-such-host.invalid" in " ".join(outcome.stderr.split()), outcome.stderr
     assert "debug=preflight: the checks above found problems." in outcome.stderr
     assert not (tmp_path / "run").exists()

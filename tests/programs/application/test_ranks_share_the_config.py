@@ -21,16 +21,11 @@ def echoed(folder: Path, jobs: int = 1) -> list[list[dict[str, Any]]]:
     found = sorted(folder.glob("rank*.json"))
     names = sorted({path.stem.split("-", 1)[1] for path in found})
     assert len(names) == jobs, found
-    return [
-        [json.loads(path.read_text()) for path in found if path.stem.split("-", 1)[1] == name]
-        for name in names
-    ]
+    return [[json.loads(path.read_text()) for path in found if path.stem.split("-", 1)[1] == name] for name in names]
 
 
 def run_folders(folder: Path) -> list[str]:
-    return sorted(
-        path.parent.parent.relative_to(folder).as_posix() for path in folder.rglob(".hydra/config.yaml")
-    )
+    return sorted(path.parent.parent.relative_to(folder).as_posix() for path in folder.rglob(".hydra/config.yaml"))
 
 
 def logs(folder: Path) -> list[str]:
@@ -89,9 +84,7 @@ def test_ranks_that_srun_starts(tmp_path: Path) -> None:
     with reserve_port() as port, ExitStack() as scripts:
         tasks = [
             scripts.enter_context(
-                start_script(
-                    [ECHO, TRICKY], env=slurm_task(number, port, ECHO_TO=str(tmp_path)), cwd=tmp_path
-                )
+                start_script([ECHO, TRICKY], env=slurm_task(number, port, ECHO_TO=str(tmp_path)), cwd=tmp_path)
             )
             for number in (1, 0)
         ]
@@ -117,9 +110,7 @@ def test_nodes_started_by_hand_all_end_where_the_command_line_is_wrong(tmp_path:
         third = node(2)  # while the second one has its message already
         outcomes = [one.finish(90) for one in (first, second, third)]
     assert [outcome.returncode for outcome in outcomes] == [2, 2, 2], outcomes
-    assert [outcome.output.count("errors in the configuration") for outcome in outcomes] == [1, 0, 0], (
-        outcomes
-    )
+    assert [outcome.output.count("errors in the configuration") for outcome in outcomes] == [1, 0, 0], outcomes
     assert list(tmp_path.iterdir()) == []
 
 

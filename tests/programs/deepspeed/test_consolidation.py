@@ -85,9 +85,7 @@ def test_entries_of_lightning_come_through(two: Path, tmp_path: Path) -> None:
         "epoch": 3,
         "global_step": 12,
         "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 4}}}},
-        "callbacks": {
-            "ModelCheckpoint{'monitor': None}": {"best_model_score": torch.tensor(0.25), "dirpath": "/runs"}
-        },
+        "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_score": torch.tensor(0.25), "dirpath": "/runs"}},
         "lr_schedulers": [{"last_epoch": 3, "_last_lr": [0.1, 0.2]}],
         "hparams_name": "kwargs",
         "hyper_parameters": {
@@ -146,9 +144,7 @@ def test_parameters_that_were_not_saved(copy: Path, two: Path) -> None:
     """As it happens to trained parameters that the optimizer does not have."""
     file = "zero_pp_rank_0_mp_rank_00_model_states.pt"
     edit(copy, lambda states: states["frozen_param_shapes"].pop("frozen.bias"), file)
-    with pytest.raises(
-        ConfigurationError, match=r"holds no values of frozen\.bias\. In stage 3 DeepSpeed saves only"
-    ):
+    with pytest.raises(ConfigurationError, match=r"holds no values of frozen\.bias\. In stage 3 DeepSpeed saves only"):
         consolidated(copy)
     edit(copy, lambda states: states.update(frozen_param_shapes=None), file)
     with pytest.warns(RuntimeWarning, match=r"frozen\.bias \(the run did not save its values\)"):
@@ -259,20 +255,14 @@ def test_a_file_that_is_cut_off(copy: Path) -> None:
 
 def test_experts_are_refused(copy: Path) -> None:
     (copy / "checkpoint" / "layer_3_expert_1_mp_rank_00_model_states.pt").touch()
-    with pytest.raises(
-        ConfigurationError, match=r"is of .*experts.*, which is not supported. Expected one of plain"
-    ):
+    with pytest.raises(ConfigurationError, match=r"is of .*experts.*, which is not supported. Expected one of plain"):
         consolidated(copy)
 
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"none.ckpt: does not exist. Expected the folder of a DeepSpeed"
-    ):
+    with pytest.raises(ConfigurationError, match=r"none.ckpt: does not exist. Expected the folder of a DeepSpeed"):
         consolidated(tmp_path / "none.ckpt")
-    with pytest.raises(
-        ConfigurationError, match=r"is not a DeepSpeed checkpoint. Expected a folder such as epoch=1"
-    ):
+    with pytest.raises(ConfigurationError, match=r"is not a DeepSpeed checkpoint. Expected a folder such as epoch=1"):
         consolidated(tmp_path)
     (tmp_path / "file.ckpt").touch()
     with pytest.raises(ConfigurationError, match=r"file.ckpt: is a file, which needs no consolidation"):
@@ -334,9 +324,7 @@ def test_functions_that_run_programs_are_refused(two: Path, tmp_path: Path) -> N
     folder = Path(shutil.copytree(two / "stage_0_bf16.ckpt", tmp_path / "copy.ckpt"))
     proof = tmp_path / "proof"
     plant(folder, own=Bomb(os.system, f"touch {proof}"))
-    with pytest.raises(
-        ConfigurationError, match=r"names posix.system, which could run code .* none of it was run"
-    ):
+    with pytest.raises(ConfigurationError, match=r"names posix.system, which could run code .* none of it was run"):
         consolidated(folder)
     assert not proof.exists()
 
@@ -367,9 +355,7 @@ def test_command_writes_beside_the_folder(
     compare(torch.load(output, weights_only=True)["state_dict"], truth(two / "stage_3_bf16.ckpt"))
 
 
-def test_command_replaces_a_file_only_if_told(
-    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_replaces_a_file_only_if_told(two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "whole.ckpt"
     output.write_text("older")
     arguments = [str(two / "stage_3_bf16.ckpt"), "--output", str(output), "--dtype", "as_saved"]

@@ -28,15 +28,11 @@ class End(NamedTuple):
 
 def ends_of(codes: Mapping[str, str], folder: Path) -> dict[str, End]:
     """Run each piece of code in a process of its own; all are forks of one program."""
-    (folder / "codes.json").write_text(
-        json.dumps({name: textwrap.dedent(code) for name, code in codes.items()})
-    )
+    (folder / "codes.json").write_text(json.dumps({name: textwrap.dedent(code) for name, code in codes.items()}))
     outcome = run_script([str(PROGRAM), str(folder), str(patience(30.0))], timeout=90)
     assert outcome.returncode == 0, outcome.output
     returncodes = json.loads((folder / "returncodes.json").read_text())
-    texts = {
-        name: [(folder / f"{name}.{stream}").read_text() for stream in ("out", "err")] for name in returncodes
-    }
+    texts = {name: [(folder / f"{name}.{stream}").read_text() for stream in ("out", "err")] for name in returncodes}
     return {name: End(code, *texts[name], folder / name) for name, code in returncodes.items()}
 
 
@@ -118,9 +114,7 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
         threading.Event().wait()
         """,
         7,
-        lambda out, err: (
-            out == "printed" and "ZeroDivisionError" in err and err.endswith("held back\nthe message\n")
-        ),
+        lambda out, err: out == "printed" and "ZeroDivisionError" in err and err.endswith("held back\nthe message\n"),
     ),
     "forced: standard error is closed": (FORCED.format(UNREAD), 7, lambda out, err: True),
     "forced: nobody reads standard error": (

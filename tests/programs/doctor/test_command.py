@@ -30,9 +30,7 @@ def doctor(*arguments: object, **more: Any) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def on_machine(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
+def on_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     """Run the command in this process as if on an imitated machine; return its exit code and what it prints."""
 
     def run(path: Path, *arguments: str) -> tuple[int, str]:

@@ -77,9 +77,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_step_and_the_rank_to_blame_are_named(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_step_and_the_rank_to_blame_are_named(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, subject, told = FAULTS[fault]
     plant(tmp_path, monkeypatch, program)
     for step in ("rendezvous", "barrier"):
@@ -96,15 +94,12 @@ def test_an_interface_that_is_not_there_is_named_and_the_one_that_works(
     found = found_of("gloo")
     cured = found["gloo: rendezvous"]
     assert cured.status is Status.PROBLEM and cured.fix == ("export GLOO_SOCKET_IFNAME=lo",)
-    assert (
-        "Unable to find address for: absent0. It works with GLOO_SOCKET_IFNAME=lo; it was set to absent0"
-        in (cured.evidence)
+    assert "Unable to find address for: absent0. It works with GLOO_SOCKET_IFNAME=lo; it was set to absent0" in (
+        cured.evidence
     )
 
 
-def test_what_nccl_writes_of_a_fault_stands_in_the_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_nccl_writes_of_a_fault_stands_in_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text(
         "import os\n"
         "with open(os.environ['NCCL_DEBUG_FILE'], 'w') as log:\n"

@@ -89,10 +89,7 @@ def test_the_runs_of_a_script_are_found_below_its_folder_and_need_no_summary(tmp
     [run_of_script, *_] = findings(folder)
     assert run_of_script.status is Status.OK and "no failure was recorded" in run_of_script.evidence
     [found] = findings(tmp_path)
-    assert (
-        found.status is Status.OK
-        and "3 run folders below it; none of these runs has failed" in found.evidence
-    )
+    assert found.status is Status.OK and "3 run folders below it; none of these runs has failed" in found.evidence
     record = {"rank": 1, "world_size": 2, "host": "h", "summary": "ValueError: boom", "where": {"step": 7}}
     own = '  File "/me/train.py", line 9, in step\n    raise ValueError\n'
     trace = f"Traceback:\n{own}ValueError: boom\n"
@@ -176,9 +173,7 @@ def test_a_collective_that_did_not_complete_is_quoted_and_a_record_cut_short_is_
     )
     (tmp_path / "failure.json").write_text(json.dumps(record))
     [guard] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
-    assert guard.subject == "collective guard" and guard.evidence.endswith(
-        f"CollectiveStallError: {text}\nLook."
-    )
+    assert guard.subject == "collective guard" and guard.evidence.endswith(f"CollectiveStallError: {text}\nLook.")
     (tmp_path / "failure.json").write_text('{"rank": 1, "summary": "RuntimeErr')
     [cut] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
     assert cut.subject == "records" and "failure.json cannot be read" in cut.evidence
@@ -230,9 +225,7 @@ def test_the_folder_of_a_sweep_points_to_its_jobs(tmp_path: Path) -> None:
     assert findings(tmp_path)[0].status is Status.OK
 
 
-@pytest.mark.parametrize(
-    "content", ["", "null", "[1]", '"text"', "{", '{"ranks": 3}', '{"text": null, "trials": 1}']
-)
+@pytest.mark.parametrize("content", ["", "null", "[1]", '"text"', "{", '{"ranks": 3}', '{"text": null, "trials": 1}'])
 def test_damaged_files_are_read_without_an_error(content: str, tmp_path: Path) -> None:
     (tmp_path / "overflow").mkdir()
     for name in (

@@ -25,9 +25,7 @@ def files_of(package: Path) -> list[Path]:
     return sorted(path.relative_to(package) for path in found)
 
 
-@pytest.mark.skipif(
-    "LOCKSTEP_TESTS_WANT_WHEEL" not in os.environ, reason="only scripts/test installs the wheel"
-)
+@pytest.mark.skipif("LOCKSTEP_TESTS_WANT_WHEEL" not in os.environ, reason="only scripts/test installs the wheel")
 def test_the_installed_wheel_is_tested_not_the_source_tree() -> None:
     here = Path(lightning_lockstep.__file__)
     assert here.is_relative_to(os.environ["LOCKSTEP_TESTS_WANT_WHEEL"])  # the environment that has it

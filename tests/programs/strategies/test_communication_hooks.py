@@ -84,9 +84,7 @@ class InHook:
 
 def in_optimizer() -> dict[str, Any]:
     state = optimizer_overlap_hooks._OptimizerHookState(InHook())
-    return {
-        "ddp_comm_hook": optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state)
-    }
+    return {"ddp_comm_hook": optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state)}
 
 
 #: Options of the strategy by name.

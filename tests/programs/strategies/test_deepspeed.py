@@ -205,17 +205,13 @@ def check_checkpoints(tmp_path: Path, *stages: int) -> None:
             assert one["step"] == 3 * epoch
             assert one["first of plain"] == pytest.approx(straight[2 * epoch], abs=2e-6), stage
     for stage in stages:
-        weights = torch.load(tmp_path / str(stage) / "last.consolidated.ckpt", weights_only=True)[
-            "state_dict"
-        ]
+        weights = torch.load(tmp_path / str(stage) / "last.consolidated.ckpt", weights_only=True)["state_dict"]
         net = Net()
         net.load_state_dict(weights)
         net.eval()
         first = next(iter(DataLoader(loader().dataset, 8, sampler=range(0, 64, ranks))))[0]
         assert torch.allclose(net(first), torch.tensor(found[0][stage]["predicted"]), atol=1e-6), stage
-        assert not list((tmp_path / str(stage)).glob("*.writing")) + list(
-            (tmp_path / str(stage)).glob("*.before")
-        )
+        assert not list((tmp_path / str(stage)).glob("*.writing")) + list((tmp_path / str(stage)).glob("*.before"))
 
 
 # -- what is refused -----------------------------------------------------------------------------------
@@ -232,9 +228,7 @@ def refusals() -> dict[str, str]:
 
     return {
         "batch size": text(strategy={"config": {"train_micro_batch_size_per_gpu": 16}}),
-        "accumulation": text(
-            strategy={"config": {"gradient_accumulation_steps": 4}}, accumulate_grad_batches=2
-        ),
+        "accumulation": text(strategy={"config": {"gradient_accumulation_steps": 4}}, accumulate_grad_batches=2),
         "offload": text(strategy={"stage": 2, "offload_param": "cpu"}),
     }
 

@@ -26,9 +26,7 @@ def test_a_raising_rank_ends_the_job_with_its_traceback_last(tmp_path: Path) -> 
     assert outcome.stderr.count("ValueError: boom in training_step") <= 4
     assert outcome.stderr.rstrip().endswith(f"ValueError: boom in training_step\n{SAVED}")
     check_kept(tmp_path, 1, "ValueError: boom in training_step")
-    headline = re.search(
-        r"lightning-lockstep: rank 1 of 2 \(host .*\) failed at (.*): ValueError", outcome.stderr
-    )
+    headline = re.search(r"lightning-lockstep: rank 1 of 2 \(host .*\) failed at (.*): ValueError", outcome.stderr)
     assert headline is not None, outcome.stderr
     assert headline[1] == "epoch 0, step 5, batch 5, stage train, in training_step"
     assert outcome.stdout.count("caught RankFailedError") == 1
@@ -78,14 +76,10 @@ def ends_of_one_rank(folder: Path) -> list[tuple[str, str, dict[str, Any]]]:
     for error in (ValueError("boom"), None, SystemExit(0), KeyboardInterrupt()):
         logger = CSVLogger(folder, version=0)
         options = {"logger": logger, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = Trainer(
-            accelerator="cpu", devices=1, strategy=LockstepDDPStrategy(), max_steps=4, **options
-        )
+        trainer = Trainer(accelerator="cpu", devices=1, strategy=LockstepDDPStrategy(), max_steps=4, **options)
         with suppress(ValueError, SystemExit):
             trainer.fit(Ends(error))
-        left = [
-            (file.relative_to(folder), json.loads(file.read_text())) for file in folder.rglob("failure.json")
-        ]
+        left = [(file.relative_to(folder), json.loads(file.read_text())) for file in folder.rglob("failure.json")]
         found += [(str(file), record["summary"], record["where"]) for file, record in left] or [("", "", {})]
     return found
 
@@ -143,9 +137,7 @@ def test_torchruns_sigterm_to_the_others_is_not_taken_for_the_failure(tmp_path: 
     """Rank 0 waits for the other one's numbers, in no collective that could break, as torchrun ends it."""
     outcome = run_script([*TORCHRUN, str(SCRIPT), "end@1"], timeout=LIMIT, cwd=tmp_path)
     assert outcome.returncode == 1 and not outcome.timed_out, outcome.output
-    assert re.search(r"lightning-lockstep: rank 1 of 2 .*its process has ended", outcome.stderr), (
-        outcome.output
-    )
+    assert re.search(r"lightning-lockstep: rank 1 of 2 .*its process has ended", outcome.stderr), outcome.output
     assert "received SIGTERM" not in outcome.output
 
 
@@ -156,9 +148,7 @@ def test_two_nodes_started_by_hand() -> None:
             second = run_script([str(SCRIPT), "nodes"], env={**common, "NODE_RANK": "1"}, timeout=LIMIT)
             outcome = first.finish(LIMIT)
     assert (outcome.returncode, second.returncode) == (0, 0), outcome.output + second.output
-    assert re.findall(r"rank 0 fitted (\S+)", outcome.stdout) == re.findall(
-        r"rank 1 fitted (\S+)", second.stdout
-    )
+    assert re.findall(r"rank 0 fitted (\S+)", outcome.stdout) == re.findall(r"rank 1 fitted (\S+)", second.stdout)
 
 
 def test_a_rank_out_of_memory_ends_the_job() -> None:

@@ -47,9 +47,7 @@ def test_a_stopped_process_is_named(tmp_path: Path) -> None:
     outcome = run(tmp_path, "stop", "popen", "grace_period=2.0")
     assert outcome.returncode != 0
     check_kept(outcome, tmp_path, "CollectiveStallError: rank 1 never came to")
-    assert re.search(
-        r"1 +- +no answer: its process \d+ is stopped, by a signal .*<- never came", outcome.stderr
-    )
+    assert re.search(r"1 +- +no answer: its process \d+ is stopped, by a signal .*<- never came", outcome.stderr)
 
 
 def test_a_rank_that_works_is_a_remark_and_no_error(tmp_path: Path) -> None:

@@ -51,9 +51,7 @@ def numbers(strategy: Any, ranks: int, **options: Any) -> tuple[dict[str, torch.
 def beside_the_cpu(ranks: int) -> tuple[float, float, float]:
     here, loss = numbers(LockstepDDPStrategy(), ranks)
     expected, expected_loss = numbers(None, 1, accelerator="cpu", devices=1)
-    ignored = {
-        name for name in expected if "calls" in name
-    }  # of a buffer that counts batches, of another size here
+    ignored = {name for name in expected if "calls" in name}  # of a buffer that counts batches, of another size here
     kept = [{k: v for k, v in one.items() if k not in ignored} for one in (here, expected)]
     return difference(*kept), loss, expected_loss
 
@@ -63,9 +61,7 @@ def healthy(ranks: int, folder: str) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
-def answers(
-    request: pytest.FixtureRequest, device: str, tmp_path_factory: pytest.TempPathFactory
-) -> list[Any]:
+def answers(request: pytest.FixtureRequest, device: str, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = str(tmp_path_factory.mktemp("runs"))
     return run_ranks(request.param, healthy, request.param, folder, backend=None, timeout=120)
 

@@ -27,9 +27,7 @@ def test_a_run_that_loses_nobody_says_nothing(undisturbed: Fit) -> None:
     assert not list(undisturbed.folder.rglob("lost.json"))
 
 
-def test_weights_samples_logs_and_checkpoints_are_those_of_an_undisturbed_run(
-    disturbed: Fit, undisturbed: Fit
-) -> None:
+def test_weights_samples_logs_and_checkpoints_are_those_of_an_undisturbed_run(disturbed: Fit, undisturbed: Fit) -> None:
     check_same(disturbed, undisturbed)
 
 

@@ -65,9 +65,7 @@ def real_limit(ranks: int, folder: str, kind: str) -> tuple[int, int, float]:
 
 
 @pytest.mark.parametrize(("ranks", "kind"), [(2, "memory_limit"), (1, "full")])
-def test_a_real_limit_is_found_and_kept_to_afterwards(
-    tmp_path: Path, ranks: int, kind: str, device: str
-) -> None:
+def test_a_real_limit_is_found_and_kept_to_afterwards(tmp_path: Path, ranks: int, kind: str, device: str) -> None:
     answers = run_ranks(ranks, real_limit, ranks, str(tmp_path), kind, backend=None, timeout=170)
     assert len({answer[:2] for answer in answers}) == 1, "the ranks do not agree"
     size, trials, _ = answers[0]
@@ -102,9 +100,7 @@ def convolutions_within_a_limit() -> tuple[list[str], list[str]]:
     trials = [limit.attempt(lambda size=size: step(size), in_thread=True) for size in range(4, 1000, 40)]  # type: ignore[misc]
     afterwards = [attempt(lambda size=size: step(size)) for size in (3, 5, 7)]  # type: ignore[misc]
     errors = [failure.summary for failure in trials if failure and not failure.out_of_memory]
-    return errors + ["none ran out"] * (not any(trials)), [
-        failure.summary for failure in afterwards if failure
-    ]
+    return errors + ["none ran out"] * (not any(trials)), [failure.summary for failure in afterwards if failure]
 
 
 def test_convolutions_can_be_run_after_trials_in_which_memory_ran_out() -> None:
@@ -169,9 +165,7 @@ def curves_with_and_without_room(folder: str) -> list[Any]:
     return told
 
 
-def test_a_batch_that_really_does_not_fit_and_the_curve_is_that_of_a_run_with_room(
-    tmp_path: Path, device: str
-) -> None:
+def test_a_batch_that_really_does_not_fit_and_the_curve_is_that_of_a_run_with_room(tmp_path: Path, device: str) -> None:
     answers = run_ranks(2, curves_with_and_without_room, str(tmp_path), backend=None, timeout=170)
     assert sum(count for _, (_, count) in answers) >= 1
     for (room, none), (tight, _) in answers:

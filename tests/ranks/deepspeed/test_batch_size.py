@@ -58,9 +58,7 @@ def test_a_search_is_exact_keeps_the_global_batch_or_is_refused(tmp_path: Path) 
         assert evaluated == [10, 10] and fitted == (8, 4, 8, 4, 4, 4)
         assert kept == (8, 2, 8, 2, 4, 4), "the global batch of 32 that is configured"
         micro, whole, accumulation, accumulated, split, profiler = found["refused"]
-        assert micro.startswith(
-            "AutoBatchSize is to choose the batch size, and train_micro_batch_size_per_gpu=4"
-        )
+        assert micro.startswith("AutoBatchSize is to choose the batch size, and train_micro_batch_size_per_gpu=4")
         assert "train_batch_size=16 in the config of DeepSpeed fixes it" in whole
         assert "EffectiveBatchSize(64), and gradient_accumulation_steps=2" in accumulation
         assert "sets the accumulation, and gradient_accumulation_steps=2 in the config" in accumulated

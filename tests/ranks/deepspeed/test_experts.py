@@ -73,8 +73,5 @@ def go_on(folder: str) -> Any:
 def test_a_fit_with_experts_goes_on(tmp_path: Path) -> None:
     for straight, resumed, refused in run_ranks(2, go_on, str(tmp_path), timeout=120):
         assert len(resumed) == 4 and resumed == pytest.approx(straight, abs=1e-6)
-        assert (
-            "the model has experts of DeepSpeed, so that DeepSpeed goes on by the order of the values"
-            in refused
-        )
+        assert "the model has experts of DeepSpeed, so that DeepSpeed goes on by the order of the values" in refused
         assert refused.endswith("expected the same order of parameters in the optimizer.")

@@ -19,10 +19,7 @@ INF, NAN = float("inf"), float("nan")
 TOLD = "lightning-lockstep: DeepSpeed has just skipped 1 optimizer step, and the loss is not scaled"
 #: Sections of the configuration beside the stage, and how many of four steps are skipped.
 FITS: dict[str, tuple[dict[str, Any], int]] = {
-    **{
-        f"bf16, {stage}": ({"bf16": {"enabled": True, "check_grad_overflow": True}}, 2)
-        for stage in (0, 1, 2, 3)
-    },
+    **{f"bf16, {stage}": ({"bf16": {"enabled": True, "check_grad_overflow": True}}, 2) for stage in (0, 1, 2, 3)},
     "fp32, 0": ({}, 0),
 }
 

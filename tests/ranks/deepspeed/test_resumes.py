@@ -201,9 +201,7 @@ def settings_of(runner: Trainer) -> dict[str, Any]:
         "accumulate_grad_batches": engine.gradient_accumulation_steps(),
         "batch_size": engine.train_micro_batch_size_per_gpu(),
         "reduce_bucket_size": getattr(engine.optimizer, "reduce_bucket_size", None),  # none in stage 0
-        "loss scale": tuple(
-            getattr(scaler, name, None) for name in ("min_scale", "scale_window", "cur_scale")
-        ),
+        "loss scale": tuple(getattr(scaler, name, None) for name in ("min_scale", "scale_window", "cur_scale")),
     }
 
 

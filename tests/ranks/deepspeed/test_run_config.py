@@ -60,9 +60,7 @@ def test_open_settings_are_filled_from_what_the_module_makes_in_every_form() -> 
     ],
 )
 def test_an_auto_that_nobody_can_fill_is_refused(config: dict[str, Any], steps: int, key: str) -> None:
-    with pytest.raises(
-        ConfigurationError, match=f"{key}='auto': neither configure_optimizers nor the Trainer"
-    ):
+    with pytest.raises(ConfigurationError, match=f"{key}='auto': neither configure_optimizers nor the Trainer"):
         filled(config, None, steps)
 
 
@@ -94,9 +92,7 @@ def test_an_auto_that_nobody_can_fill_is_refused(config: dict[str, Any], steps: 
     ],
     ids=str,
 )
-def test_an_optimizer_beside_that_of_the_config(
-    config: dict[str, Any], scheduler: bool, expected: str
-) -> None:
+def test_an_optimizer_beside_that_of_the_config(config: dict[str, Any], scheduler: bool, expected: str) -> None:
     groups: list[dict[str, Any]] = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)]
     groups[1]["weight_decay"] = 0.0
     optimizer = torch.optim.AdamW(groups, 0.5, weight_decay=0.01)

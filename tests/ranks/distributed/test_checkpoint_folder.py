@@ -16,9 +16,7 @@ from tests.harness import run_ranks
 def write(target: Path, *, own_disk: bool = False) -> str:
     """Write a file of this rank; return the error, if there is one."""
     ranks = current_communicator()
-    strategy = SimpleNamespace(
-        global_rank=ranks.rank, local_rank=0, barrier=ranks.barrier, check_failure=lambda: None
-    )
+    strategy = SimpleNamespace(global_rank=ranks.rank, local_rank=0, barrier=ranks.barrier, check_failure=lambda: None)
     try:
         with whole_folder(strategy, str(target), ranks.gather, on_each_node=own_disk) as draft:
             Path(draft).mkdir(exist_ok=True)

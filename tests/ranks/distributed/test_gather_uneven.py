@@ -153,8 +153,6 @@ def test_under_ddp() -> None:
     zero, one = run_ranks(2, under_ddp, timeout=60)
     assert zero[0] and one[0], "a loss of all parts has the gradient that one process has"
     # Whether unused parameters are looked for or not: each of 8 in each of 3 steps.
-    assert zero[1] == one[1] == [[True] * 24] * 2, (
-        "a rank without use for the result uses the same parameters"
-    )
+    assert zero[1] == one[1] == [[True] * 24] * 2, "a rank without use for the result uses the same parameters"
     assert zero[2].startswith("was told: ") and "Timed out" in zero[2]
     assert one[2] == "went on"

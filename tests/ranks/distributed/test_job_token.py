@@ -46,9 +46,7 @@ def test_a_key_that_others_can_read_is_not_used(home: Path) -> None:
     assert known_job_token() is None
 
 
-def test_on_several_hosts_there_is_none_unless_it_is_given(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_several_hosts_there_is_none_unless_it_is_given(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert known_job_token() is None
     monkeypatch.setenv("LOCKSTEP_JOB_TOKEN", "given")

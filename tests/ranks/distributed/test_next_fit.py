@@ -66,9 +66,7 @@ def fits() -> list[tuple[str, float, int]]:
     for event, who, *_ in FITS:
         timeout = 77.0 if event == "other timeout" else 1800.0
         # A rank leaves a failed fit up to two seconds after the one that has failed, which then waits for it.
-        strategy = LockstepDDPStrategy(
-            stall_timeout=0.6 if event == "never evaluates" else 20.0, timeout=timeout
-        )
+        strategy = LockstepDDPStrategy(stall_timeout=0.6 if event == "never evaluates" else 20.0, timeout=timeout)
         trainer, began = Trainer(devices=2, max_epochs=1, strategy=strategy, **QUIET), time.monotonic()
         try:
             trainer.fit(Net(event, who), data, data)

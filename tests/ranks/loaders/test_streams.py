@@ -122,9 +122,7 @@ def answers() -> list[dict[str, Any]]:
         ("evaluated", [*range(13)] * 2),
     ],
 )
-def test_each_sample_is_seen_once_in_each_epoch(
-    what: str, expected: list[Any], answers: list[dict[str, Any]]
-) -> None:
+def test_each_sample_is_seen_once_in_each_epoch(what: str, expected: list[Any], answers: list[dict[str, Any]]) -> None:
     """The last batch of 13 samples has one, so two ranks have padding there."""
     assert sorted(chain(*(answer["divided"][what] for answer in answers))) == sorted(expected)
 

@@ -126,11 +126,7 @@ def wrong_items(case: str) -> str:
 
     def step(net: Net, batch: Any, index: int) -> Any:
         count = of_rank_1(index) if net.global_rank == 1 else 7
-        return (
-            mean_of(net, batch, index)
-            if count is None
-            else {"loss": mean_of(net, batch, index), "num_items": count}
-        )
+        return mean_of(net, batch, index) if count is None else {"loss": mean_of(net, batch, index), "num_items": count}
 
     options: dict[str, Any] = {}
     if case.endswith("join"):
@@ -156,9 +152,7 @@ def cases() -> dict[str, Any]:
         logging.getLogger(name).setLevel(logging.ERROR)
     rank, two = int(os.environ["RANK"]), [DataLoader(rows(8), 2), DataLoader(rows(8), 4)]
     other_order = DataLoader(Subset(rows(6), [*range(6)][:: 1 - 2 * (rank == 1)]), 1)
-    gathers = Net(
-        lambda net, batch, index: net.all_gather(mean_of(net, batch, index), sync_grads=True).mean()
-    )
+    gathers = Net(lambda net, batch, index: net.all_gather(mean_of(net, batch, index), sync_grads=True).mean())
     return {
         "statistics": statistics(),
         "gathered": gathered(),
@@ -166,9 +160,7 @@ def cases() -> dict[str, Any]:
         "joined, manual optimization": joined(by_hand=True),
         "masks": masks(),
         "items": {case: wrong_items(case) for case in WRONG},
-        "two sizes": refused(
-            BatchSizeError, lambda: fit(Net(mean_of), two, callbacks=[EffectiveBatchSize(6)])
-        ),
+        "two sizes": refused(BatchSizeError, lambda: fit(Net(mean_of), two, callbacks=[EffectiveBatchSize(6)])),
         "orders": refused(ConfigurationError, lambda: fit(Net(mean_of), other_order)),
         "all_gather": refused(ConfigurationError, lambda: fit(gathers, DataLoader(rows(RANKS + 1), 1))),
     }
@@ -193,9 +185,7 @@ def test_a_step_is_the_mean_over_what_counts(case: str, found: list[dict[str, An
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_number_of_items_that_cannot_be_is_one_error_on_all_ranks(
-    case: str, found: list[dict[str, Any]]
-) -> None:
+def test_a_number_of_items_that_cannot_be_is_one_error_on_all_ranks(case: str, found: list[dict[str, Any]]) -> None:
     said = f"training_step returned {WRONG[case][1]}: expected the number of items, 0 or more, on every rank."
     assert [rank["items"][case] for rank in found] == [said] * RANKS
 

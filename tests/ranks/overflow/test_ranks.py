@@ -72,9 +72,7 @@ def fits(folder: str) -> dict[str, Any]:
             "steps": steps,
             "skipped": detector.skipped_steps,
             "text": detector.reports[0].text() if detector.reports else "",
-            "reports": [
-                (r.clean is False, r.producer and r.producer.module, r.notes) for r in detector.reports
-            ],
+            "reports": [(r.clean is False, r.producer and r.producer.module, r.notes) for r in detector.reports],
             "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
             "buffers": [int(b) for n, b in model.named_buffers() if n.endswith("num_batches_tracked")],
         }
@@ -136,9 +134,7 @@ class InfiniteLoss(Task):
 
 
 MODELS: dict[str, Any] = {
-    "explode": lambda: Task(
-        nn.Sequential(nn.Tanhshrink(), Explode(), nn.Dropout(0.2), nn.BatchNorm1d(WIDTH))
-    ),
+    "explode": lambda: Task(nn.Sequential(nn.Tanhshrink(), Explode(), nn.Dropout(0.2), nn.BatchNorm1d(WIDTH))),
     "backward": lambda: Task(nn.Sequential(nn.Tanhshrink(), BadBackward())),
     "metric": lambda: Task(metric=True),
     "loss": InfiniteLoss,
@@ -194,14 +190,10 @@ def both(answers: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         ("trace", 3, "suspect.1 (Explode) made it from good inputs"),
     ],
 )
-def test_both_ranks_raise_the_same_error_and_name_rank_1(
-    answers: Any, name: str, batch: int, who: str
-) -> None:
+def test_both_ranks_raise_the_same_error_and_name_rank_1(answers: Any, name: str, batch: int, who: str) -> None:
     zero, one = both(answers, name)
     assert zero["error"] == one["error"]
-    assert zero["is_written"] and one["is_written"], (
-        "else what rank 1 raises might end rank 0 before it has written"
-    )
+    assert zero["is_written"] and one["is_written"], "else what rank 1 raises might end rank 0 before it has written"
     assert "rank 0 (host" in zero["error"]
     assert "clean; the bad value did not originate here" in zero["error"]
     line = next(line for line in zero["error"].splitlines() if line.startswith("rank 1"))

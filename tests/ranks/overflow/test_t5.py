@@ -136,9 +136,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, device: str) -> list[dict[st
 
 
 @pytest.mark.parametrize("precision", SCALES)
-def test_same_first_bad_module_and_same_values_as_transformers(
-    found: list[dict[str, Any]], precision: str
-) -> None:
+def test_same_first_bad_module_and_same_values_as_transformers(found: list[dict[str, Any]], precision: str) -> None:
     ours, theirs, module = found[1]["frames"][precision]
     assert ours == theirs
     assert ours[-4].split() == ["encoder.block.0.layer.1.DenseReluDense.wi", "Linear"]

@@ -100,9 +100,7 @@ def fits() -> dict[str, Any]:
         "of rank": fit(Case(options=EVERY_3), callbacks=[Hooked(of_rank, 0, 1, 2)]),
         "warn": fit(Case(fault="device", options={**EVERY_3, "action": "warn"})),
         "noisy": fit(Case(options=EVERY_3), callbacks=[Hooked(noisy, 0, 1, 2)]),
-        "timed kernels": fit(
-            Case(options=EVERY_3, trainer={"benchmark": True}), callbacks=[Hooked(timed_kernels, 1)]
-        ),
+        "timed kernels": fit(Case(options=EVERY_3, trainer={"benchmark": True}), callbacks=[Hooked(timed_kernels, 1)]),
         "late": fit(Case(options=EVERY_3, strategy={"guard": "verify"}), callbacks=[Hooked(late, 1)]),
         "raising": fit(Case(options=EVERY_3), callbacks=[Hooked(raising, 1)]),
         "unsendable": fit(Case(options=EVERY_3), callbacks=[Unsendable()]),
@@ -150,9 +148,7 @@ def test_with_warn_it_is_told_once(found: dict[str, Any]) -> None:
         ("unsendable", "on rank 1: TypeError"),
     ],
 )
-def test_what_cannot_be_compared_ends_the_audits_and_not_the_run(
-    name: str, text: str, found: dict[str, Any]
-) -> None:
+def test_what_cannot_be_compared_ends_the_audits_and_not_the_run(name: str, text: str, found: dict[str, Any]) -> None:
     assert found[name]["error"] is None and found[name]["steps"] == 12
     (line,) = found[name]["lines"]
     assert "no more audits" in line and text in line

@@ -48,9 +48,7 @@ class DividesItself(Net):
 class Late(Callback):
     """Keeps rank 2 behind the others after each batch."""
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         time.sleep(0.02 if on(2) else 0)
 
 

@@ -53,9 +53,7 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def fitted(
-    wrong: str = "", *callbacks: Any, loader: Any = None, of_rank: bool = False, **options: Any
-) -> Net:
+def fitted(wrong: str = "", *callbacks: Any, loader: Any = None, of_rank: bool = False, **options: Any) -> Net:
     seed_everything(1, verbose=False)
     _given.clear()
     net = Net(wrong)
@@ -113,9 +111,7 @@ class Stream(IterableDataset[Any]):
 
 
 DATA = TensorDataset(torch.ones(16, 2))
-NOT_DIVIDED = (
-    "with a training loader that is not divided among the ranks: expected one DataLoader of a data set with"
-)
+NOT_DIVIDED = "with a training loader that is not divided among the ranks: expected one DataLoader of a data set with"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a stream": ({"loader": DataLoader(Stream(), 4)}, NOT_DIVIDED),
     "a sampler that divides": (

@@ -46,9 +46,7 @@ def test_training_changes_weights(alone: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_and_statistics_are_those_of_one_rank(
-    name: str, device: str, alone: Any, together: Any
-) -> None:
+def test_weights_and_statistics_are_those_of_one_rank(name: str, device: str, alone: Any, together: Any) -> None:
     tolerance = 1e-5 if name == "float32" else 1e-11 if name.startswith("transformer") else 1e-12
     assert max(furthest(found[name], alone[name]) for found in together) < tolerance
 
@@ -57,9 +55,7 @@ def test_numbers_do_not_depend_on_accumulation(alone: Any, together: Any) -> Non
     assert furthest(together[0]["transformer, accumulated"], alone["transformer"]) < 1e-11
 
 
-def test_a_resume_in_mid_epoch_on_other_ranks_is_the_run_that_never_stopped(
-    tmp_path: Path, alone: Any
-) -> None:
+def test_a_resume_in_mid_epoch_on_other_ranks_is_the_run_that_never_stopped(tmp_path: Path, alone: Any) -> None:
     path = str(tmp_path / "half.ckpt")
     run_ranks(3, by_ddp, ["images"], path, 2, backend=None)
     found = run_ranks(2, by_ddp, ["images"], path, backend=None)[0]

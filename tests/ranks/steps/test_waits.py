@@ -112,9 +112,7 @@ class First(Callback):
         self.catching.__exit__(None, None, None)
         for one in self.warned:
             if "synchronizing CUDA" in str(one.message) and "lightning_lockstep/" in one.filename:
-                self.reads.found[
-                    f"{one.filename.rpartition('lightning_lockstep/')[2]}, line {one.lineno}"
-                ] += 1
+                self.reads.found[f"{one.filename.rpartition('lightning_lockstep/')[2]}, line {one.lineno}"] += 1
 
 
 def counted(ranks: int, cases: list[str]) -> dict[str, dict[str, int]]:
@@ -131,9 +129,7 @@ def counted(ranks: int, cases: list[str]) -> dict[str, dict[str, int]]:
 
 @pytest.fixture(scope="module")
 def waits(device: str) -> dict[str, dict[str, int]]:
-    alone = [
-        name for name in CASES if name.startswith("FSDP") and device == "cuda"
-    ]  # it refuses a shared card
+    alone = [name for name in CASES if name.startswith("FSDP") and device == "cuda"]  # it refuses a shared card
     together = [name for name in CASES if name not in alone]
     found = run_ranks(2, counted, 2, together, backend=None, timeout=170)[0]
     return found | (run_ranks(1, counted, 1, alone, backend=None, timeout=100)[0] if alone else {})

@@ -131,9 +131,7 @@ def outside_of_training(folder: str) -> dict[str, Any]:
     ):
         sent = []
 
-        def act(
-            module: Module, batch_idx: int, epoch: int = epoch, sanity: bool = sanity, sent: list = sent
-        ) -> None:
+        def act(module: Module, batch_idx: int, epoch: int = epoch, sanity: bool = sanity, sent: list = sent) -> None:
             trainer = module.trainer
             if (module.current_epoch, trainer.sanity_checking) == (epoch, sanity) and not sent:
                 sent.append(batch_idx)
@@ -219,12 +217,8 @@ def requeued_by_slurm(folder: str, ours: bool, number: signal.Signals) -> dict[s
     return {}
 
 
-@pytest.mark.parametrize(
-    ("ours", "number", "refuses"), [(True, signal.SIGUSR1, False), (False, signal.SIGUSR2, True)]
-)
-def test_the_requeue_signal_of_a_slurm_job_saves_where_lightning_looks_and_requeues_it(
-    tmp_path, ours, number, refuses
-):
+@pytest.mark.parametrize(("ours", "number", "refuses"), [(True, signal.SIGUSR1, False), (False, signal.SIGUSR2, True)])
+def test_the_requeue_signal_of_a_slurm_job_saves_where_lightning_looks_and_requeues_it(tmp_path, ours, number, refuses):
     """Also if the job is a single task, which is no rank of a cluster; what Slurm answers is said."""
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()

@@ -102,9 +102,7 @@ def contrastive_fits() -> dict[str, Any]:
     for policy in ("truncate", "join"):
         seed_everything(7, verbose=False)
         net = Contrastive()
-        trainer = fit(
-            net, loader(3 + int(os.environ["RANK"])), strategy=LockstepDDPStrategy(uneven_inputs=policy)
-        )
+        trainer = fit(net, loader(3 + int(os.environ["RANK"])), strategy=LockstepDDPStrategy(uneven_inputs=policy))
         answers[policy] = (trainer.global_step, set(net.seen), net.digest())
     seed_everything(7, verbose=False)
     net = Contrastive(none_at=1)

@@ -277,9 +277,7 @@ def working_fits(table: str) -> dict[str, Any]:
             trainer = fit(make, ranks, fsdp(**options), **settings)
             found = weights(trainer)
             if options.get("activation_checkpointing"):  # which calls the blocks once more in the backward
-                reference, found = (
-                    {k: v for k, v in one.items() if "calls" not in k} for one in (reference, found)
-                )
+                reference, found = ({k: v for k, v in one.items() if "calls" not in k} for one in (reference, found))
             answers[name] = difference(reference, found) if trainer.is_global_zero else 0.0
         except Exception:
             answers[name] = traceback.format_exc()[-3000:]
@@ -355,15 +353,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "ManualWithOwn: own belongs to the LightningModule itself, and with manual optimization",
     ),
     "wrong options": (
-        lambda: fsdp(
-            shard=3, offload="disk", mesh={"rows": 2}, state_dict="whole", activation_checkpointing="yes"
-        ),
+        lambda: fsdp(shard=3, offload="disk", mesh={"rows": 2}, state_dict="whole", activation_checkpointing="yes"),
         "shard=3: expected 'auto'.*offload='disk'.*state_dict='whole'.*activation_checkpointing='yes'.*mesh=",
     ),
     "gloo on GPUs": (
-        lambda: fsdp(
-            process_group_backend="gloo", parallel_devices=[torch.device("cuda", 0)]
-        )._configure_launcher(),
+        lambda: fsdp(process_group_backend="gloo", parallel_devices=[torch.device("cuda", 0)])._configure_launcher(),
         "process_group_backend='gloo' on GPUs: expected 'nccl'",
     ),
     "parts from ranks that were forked": (
@@ -458,10 +452,7 @@ def late_refusals() -> dict[str, str]:
         ("no such class", Net, {"shard": "Blokc"}, {}),
         ("other precision", lambda: plain, {}, {"precision": "bf16-mixed"}),
         ("no such module", Net, {}, {"callbacks": [FP32Modules(["bloks.0"])], "precision": "bf16-mixed"}),
-        *(
-            (one, partial(Whole, getattr(torch.optim, one)), {}, {})
-            for one in ("LBFGS", "Rprop", "Adafactor")
-        ),
+        *((one, partial(Whole, getattr(torch.optim, one)), {}, {}) for one in ("LBFGS", "Rprop", "Adafactor")),
         ("a later layer", LaterLayer, {}, {}),
         ("no loss", NoLoss, {}, {}),
     ):
@@ -646,9 +637,7 @@ def calls(*names: str) -> Iterator[list[str]]:
 
         return noted
 
-    there = {
-        name: noting(getattr(torch.distributed, name)) for name in names if hasattr(torch.distributed, name)
-    }
+    there = {name: noting(getattr(torch.distributed, name)) for name in names if hasattr(torch.distributed, name)}
     with patch.multiple(torch.distributed, **there):
         yield called
 

@@ -163,9 +163,7 @@ def test_auto_batch_size_is_refused_on_all_ranks_before_a_step() -> None:
     first, second = run_ranks(2, refused_sizes)
     assert first == second
     for said in first:
-        assert said.startswith(
-            "no batch size can be tried with LockstepFSDPStrategy: it divides the model"
-        ), said
+        assert said.startswith("no batch size can be tried with LockstepFSDPStrategy: it divides the model"), said
 
 
 # -- SyncedEarlyStopping, StopTogether -----------------------------------------------------------------

@@ -26,9 +26,7 @@ from tests.models.strategies.fsdp_models import QUIET, Net, difference, fit, fsd
 from tests.ranks.strategies.test_fsdp import Even, MadeLater
 
 
-def resumed(
-    ranks: int, path: Path, strategy: Any = None, make: Callable[[], Net] = Net, **options: Any
-) -> Trainer:
+def resumed(ranks: int, path: Path, strategy: Any = None, make: Callable[[], Net] = Net, **options: Any) -> Trainer:
     """Go on with a checkpoint for a third epoch."""
     trainer = Trainer(
         **{**QUIET, "max_epochs": 3, "devices": ranks}, strategy=strategy if strategy is not None else "auto"

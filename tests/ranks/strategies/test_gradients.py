@@ -42,9 +42,7 @@ class Net(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         image, tokens, target = batch
-        hidden = self.conv(image.contiguous(memory_format=torch.channels_last)).mean((2, 3)) + self.bag(
-            tokens
-        )
+        hidden = self.conv(image.contiguous(memory_format=torch.channels_last)).mean((2, 3)) + self.bag(tokens)
         hidden = hidden * self.scalar + self.transposed.sum(1) + self.empty.sum(0)
         hidden = (hidden * self.phase.abs() * self.wide).float()
         loss = (self.last(hidden + self.tokens(tokens[:, 0])) - target[:, None]).square().mean()

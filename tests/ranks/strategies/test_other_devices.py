@@ -63,9 +63,7 @@ def on_tpu(with_backend: bool) -> dict[str, Any]:
     if with_backend:
         dist.Backend.register_backend("tpu_backend", dist.ProcessGroupGloo, devices=["tpu", "cpu"])
     strategy = LockstepDDPStrategy(timeout=timedelta(seconds=60))
-    trainer = L.Trainer(
-        accelerator=Tpus(), devices=2, strategy=strategy, precision="bf16-mixed", logger=False
-    )
+    trainer = L.Trainer(accelerator=Tpus(), devices=2, strategy=strategy, precision="bf16-mixed", logger=False)
     strategy.setup_environment()
     with trainer.precision_plugin.forward_context():
         return {

@@ -118,9 +118,7 @@ class Net(LightningModule):
         return sum(parameter.detach().double().abs().sum().item() for parameter in self.parameters())
 
 
-def fitted(
-    policy: Any, data: Any, *others: Any, net: Net | None = None, stage: Any = None, **options: Any
-) -> Any:
+def fitted(policy: Any, data: Any, *others: Any, net: Net | None = None, stage: Any = None, **options: Any) -> Any:
     """Return (steps, batches that this rank has seen, weights) of a fit, or the error that it ends with."""
     net, strategy = net or Net(), LockstepDDPStrategy(uneven_inputs=policy)
     if stage is not None:

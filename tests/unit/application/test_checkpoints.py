@@ -44,9 +44,7 @@ def test_what_each_word_means(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"ckpt_path=last: no run under .* has a checkpoints/last.ckpt yet"
-    ):
+    with pytest.raises(ConfigurationError, match=r"ckpt_path=last: no run under .* has a checkpoints/last.ckpt yet"):
         find_checkpoint("last", run_folder=tmp_path / "c", started_in=tmp_path)
     with pytest.raises(ConfigurationError, match=r"ckpt_path=no\.ckpt: there is no checkpoint"):
         find_checkpoint("no.ckpt", run_folder=tmp_path, started_in=tmp_path)
@@ -99,9 +97,7 @@ def save(path: Path, *, age: float, **content: object) -> Path:
 def test_a_checkpoint_of_weights_alone_is_not_resumed(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints" / "best.ckpt", age=10)
     assert find_checkpoint("auto", run_folder=tmp_path, started_in=tmp_path) is None
-    last = save(
-        tmp_path / "checkpoints" / "last.ckpt", age=50, optimizer_states=[], hyper_parameters={"p": Path("x")}
-    )
+    last = save(tmp_path / "checkpoints" / "last.ckpt", age=50, optimizer_states=[], hyper_parameters={"p": Path("x")})
     assert find_checkpoint("auto", run_folder=tmp_path, started_in=tmp_path) == str(last)
 
 

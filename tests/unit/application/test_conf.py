@@ -62,9 +62,7 @@ def test_choices_compose_and_their_values_fit_their_targets(line: list[str]) -> 
 @pytest.mark.parametrize("path", sorted((CONF / "checkpoint").glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_trainer_takes_the_callbacks_of_each_choice_of_checkpoints(path: Path, tmp_path: Path) -> None:
     """Lightning refuses two whose state it could not tell apart."""
-    config = OmegaConf.create(
-        {"objective": {"metric": "val_loss", "mode": "min"}, "checkpoint": OmegaConf.load(path)}
-    )
+    config = OmegaConf.create({"objective": {"metric": "val_loss", "mode": "min"}, "checkpoint": OmegaConf.load(path)})
     for callback in config.checkpoint.values():
         callback.dirpath = str(tmp_path)
     callbacks = [hydra.utils.instantiate(callback) for callback in config.checkpoint.values()]

@@ -118,9 +118,7 @@ def test_each_wrong_argument_is_one_fault_that_tells_what_is_right(
 def test_the_newest_run_beside_this_one_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     checkpoint = tmp_path / "outputs" / "train" / "earlier" / "checkpoints" / "last.ckpt"
-    assert only(faults_of("ckpt_path=last")).startswith(
-        f"ckpt_path=last: no run under {checkpoint.parents[2]}"
-    )
+    assert only(faults_of("ckpt_path=last")).startswith(f"ckpt_path=last: no run under {checkpoint.parents[2]}")
     checkpoint.parent.mkdir(parents=True)
     torch.save({"state_dict": {}}, checkpoint)
     assert faults_of("ckpt_path=last") == []
@@ -141,9 +139,7 @@ def test_a_place_in_which_no_folder_can_be_made_is_one_fault(key: str, tmp_path:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_what_this_machine_lacks_is_reported_by_the_key_that_asks_for_it() -> None:
-    assert faults_of("trainer.accelerator=gpu") == [
-        "trainer.accelerator=gpu: No supported gpu backend found!"
-    ]
+    assert faults_of("trainer.accelerator=gpu") == ["trainer.accelerator=gpu: No supported gpu backend found!"]
 
 
 def test_a_key_of_a_choice_that_is_not_taken_names_the_choice() -> None:
@@ -184,9 +180,7 @@ def test_a_value_that_others_refer_to_is_reported_first_where_it_was_given() -> 
 
 def test_an_unresolvable_reference_and_a_missing_value_are_named() -> None:
     fault = only(faults_of("model.width=${data.context}"))
-    assert (
-        "model.width: takes its value from ${data.context}, but this configuration has no such key" in fault
-    )
+    assert "model.width: takes its value from ${data.context}, but this configuration has no such key" in fault
     assert only(faults_of("data.batch_size=???")) == "data.batch_size is required: add data.batch_size=..."
     key = "callbacks.effective_batch_size.global_batch_size"
     assert only(faults_of("callbacks=effective_batch_size")) == f"{key} is required: add {key}=..."
@@ -229,8 +223,7 @@ def test_the_groups_of_a_users_own_folder_are_checked_too(tmp_path: Path) -> Non
     folder = ("--config-dir", str(tmp_path))
     assert "Did you mean 'mine'?" in only(faults_of(*folder, "model=mime"))
     assert (
-        only(faults_of(*folder, "model=mine"))
-        == "model.widht=8: ConvNet has no setting 'widht'. Did you mean 'width'?"
+        only(faults_of(*folder, "model=mine")) == "model.widht=8: ConvNet has no setting 'widht'. Did you mean 'width'?"
     )
     assert "there is no such folder" in only(faults_of("--config-dir", str(tmp_path / "no")))
 

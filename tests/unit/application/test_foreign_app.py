@@ -39,9 +39,7 @@ def test_choices_have_a_second_name_that_no_app_hides() -> None:
         ours = compose(overrides=all_of(""))
     found = composed(*all_of("lockstep/"))
     for i, name in enumerate(NAMED):
-        first, second = (
-            OmegaConf.to_container(one.get(f"place_{i}", OmegaConf.create())) for one in (ours, found)
-        )
+        first, second = (OmegaConf.to_container(one.get(f"place_{i}", OmegaConf.create())) for one in (ours, found))
         assert first == second, name
 
 

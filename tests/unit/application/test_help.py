@@ -54,7 +54,5 @@ def test_one_group_is_shown_with_the_keys_of_each_of_its_options() -> None:
     assert "## callbacks/early_stopping.yaml" in parts and "## callbacks/stop_together.yaml" in parts
     assert "  patience: 3 # checks without an improvement" in text.splitlines()
     assert not any(part.startswith("## strategy") for part in parts)
-    with pytest.raises(
-        ValueError, match=r"--help callback: there is no such group. Did you mean 'callbacks'\?"
-    ):
+    with pytest.raises(ValueError, match=r"--help callback: there is no such group. Did you mean 'callbacks'\?"):
         loader().help_of("callback")

@@ -24,6 +24,4 @@ def test_a_missing_package_is_an_error_before_ranks_start(monkeypatch: pytest.Mo
 
 
 def test_a_run_without_logs_has_no_place_of_a_log() -> None:
-    assert places([DummyLogger(), CSVLogger("run", name="csv", version="0")]) == {
-        "log (CSVLogger)": "run/csv/0"
-    }
+    assert places([DummyLogger(), CSVLogger("run", name="csv", version="0")]) == {"log (CSVLogger)": "run/csv/0"}

@@ -42,9 +42,7 @@ def test_nothing_is_wrong_with_own_choices_and_a_setting_is_added_with_a_plus() 
     lacking = faults_of("model=own", "model._target_=torch.nn.Linear", "+model.in_features=3", *OWN[2:])
     assert lacking == ["model.out_features: Linear needs it: add +model.out_features=..."]
     required = faults_of("model=own", "data=own")
-    assert required == [
-        f"{name}._target_ is required: add {name}._target_=module.Class" for name in ("data", "model")
-    ]
+    assert required == [f"{name}._target_ is required: add {name}._target_=module.Class" for name in ("data", "model")]
 
 
 #: In a project with a class of its own behind each group: what is wrong, and how what is said about it ends.

@@ -77,12 +77,7 @@ def test_hparams_of_a_data_module_and_a_loader_passed_to_fit(tmp_path):
     run = trainer(tmp_path, largest(margin=0))
     run.fit(module, loader)
     used = run.train_dataloader
-    assert (
-        588 <= used.batch_size <= 600
-        and used.sampler is sampler
-        and used.drop_last
-        and loader.batch_size == 8
-    )
+    assert 588 <= used.batch_size <= 600 and used.sampler is sampler and used.drop_last and loader.batch_size == 8
     assert module.sizes == [used.batch_size] * 2
 
 
@@ -90,9 +85,7 @@ def test_hparams_of_a_data_module_and_a_loader_passed_to_fit(tmp_path):
 def test_evaluation_loops(tmp_path, fn):
     module = Walled(600)
     getattr(trainer(tmp_path, largest(margin=0), limit_val_batches=1.0), fn)(module)
-    assert (
-        588 <= module.batch_size <= 600 and module.sizes[0] == module.batch_size and sum(module.sizes) == 4000
-    )
+    assert 588 <= module.batch_size <= 600 and module.sizes[0] == module.batch_size and sum(module.sizes) == 4000
     module = PassedIn(600)
     loader = DataLoader(TensorDataset(torch.randn(2500, 20)), batch_size=8)
     getattr(trainer(tmp_path, largest(margin=0), limit_val_batches=1.0), fn)(module, loader)
@@ -194,9 +187,7 @@ def test_a_global_batch_is_kept_and_learning_rates_scale(tmp_path):
     run.fit(module)
     assert (module.batch_size, run.accumulate_grad_batches, callback.plan.exact) == (64, 4, True)
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.02)
-    with pytest.warns(
-        UserWarning, match=r"global batch of 127 is not possible here; the nearest is used: \d+"
-    ):
+    with pytest.warns(UserWarning, match=r"global batch of 127 is not possible here; the nearest is used: \d+"):
         module = Walled(batch_size=30)
         run = trainer(tmp_path, EffectiveBatchSize(127))
         warnings.simplefilter("always")

@@ -34,9 +34,7 @@ def test_the_largest_is_taken_where_it_is_asked_for_with_a_warning(tmp_path):
     assert net.batch_size == 64
     with pytest.raises(BatchSizeError, match=r"'largest'.* ask for global batches of largest and 16"):
         trainer(tmp_path, largest(), EffectiveBatchSize(16)).fit(Walled())
-    with pytest.raises(
-        BatchSizeError, match="2 EffectiveBatchSize ask for global batches of 16 and 32: expected"
-    ):
+    with pytest.raises(BatchSizeError, match="2 EffectiveBatchSize ask for global batches of 16 and 32: expected"):
         trainer(tmp_path, EffectiveBatchSize(16), EffectiveBatchSize(32)).fit(Walled())
 
 
@@ -70,15 +68,11 @@ def test_a_report_is_in_the_folder_of_the_run(tmp_path, monkeypatch, capfd):
         run.validate(Walled(100), verbose=False)
         run.fit(Walled())
         (written,) = Path().rglob("batch_size*")
-        assert str(written) == (
-            "logs/lightning_logs/version_0/batch_size.json" if logger else "batch_size.json"
-        )
+        assert str(written) == ("logs/lightning_logs/version_0/batch_size.json" if logger else "batch_size.json")
         assert json.loads(written.read_text())["accumulate"] == 1
         written.unlink()
     said = capfd.readouterr().err
-    assert (
-        "4 fits and nothing larger is tried: it is a rank's share of the global batch of 4, as config" in said
-    )
+    assert "4 fits and nothing larger is tried: it is a rank's share of the global batch of 4, as config" in said
     assert re.search(r"batch size 9\d per rank\n", said), "an evaluation has no optimizer steps"
 
 

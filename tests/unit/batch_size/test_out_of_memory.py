@@ -18,17 +18,13 @@ FULL = [
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."),
-    RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
-    ),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
     RuntimeError("RESOURCE_EXHAUSTED: Attempting to reserve 12.00G at the bottom of memory."),
     RuntimeError("XPU out of memory. Tried to allocate 20.00 MiB"),
     RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB)"),
     RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.96 GiB total capacity)"),
     RuntimeError("FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::1073741824"),
-    RuntimeError(
-        "Caught RuntimeError in DataLoader worker process 0.\nDefaultCPUAllocator: can't allocate memory"
-    ),
+    RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nDefaultCPUAllocator: can't allocate memory"),
     MemoryError(),
     OSError(errno.ENOMEM, "Cannot allocate memory"),
 ]

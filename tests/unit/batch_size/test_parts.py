@@ -76,9 +76,7 @@ def test_batches_of_any_structure_are_cut():
 
 def test_outputs_of_parts_are_put_together():
     weights = [0.4, 0.6]
-    extra = merged_extra(
-        [{"y": torch.zeros(2), "n": 1.0, "s": "a"}, {"y": torch.ones(3), "n": 2.0, "s": "b"}], weights
-    )
+    extra = merged_extra([{"y": torch.zeros(2), "n": 1.0, "s": "a"}, {"y": torch.ones(3), "n": 2.0, "s": "b"}], weights)
     assert extra["y"].tolist() == [0, 0, 1, 1, 1] and extra["n"] == pytest.approx(1.6) and extra["s"] == "a"
 
 

@@ -30,9 +30,7 @@ def bad(case: str):
     if case == "unused":
         return AutoBatchSize(), NoUse(), None, "was made with batch_size=7"
     if case == "batch sampler":
-        own = DataLoader(
-            data, batch_sampler=type("Own", (BatchSampler,), {"__len__": None})(range(64), 4, False)
-        )
+        own = DataLoader(data, batch_sampler=type("Own", (BatchSampler,), {"__len__": None})(range(64), 4, False))
         return AutoBatchSize(), PassedIn(), own, "its own batch sampler"
     if case == "not a loader":
         return AutoBatchSize(), PassedIn(), [torch.randn(2, 20)], "Tensor cannot be changed"
@@ -46,16 +44,12 @@ def test_bad_input_is_one_clear_error(tmp_path, case):
         trainer(tmp_path, callback).fit(module, loader)
 
 
-@pytest.mark.parametrize(
-    "name", ["FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAStrategy"]
-)
+@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAStrategy"])
 @pytest.mark.parametrize("settings", [{}, {"mode": "off", "on_oom": "split"}])
 def test_a_strategy_in_which_a_trial_is_not_the_step_is_refused_before_any(name, settings):
     strategy = object.__new__(getattr(pl.strategies, name))
     if name == "XLAStrategy":
-        strategy.__class__ = type(
-            "XLAStrategy", (pl.strategies.DDPStrategy,), {"root_device": torch.device("xla")}
-        )
+        strategy.__class__ = type("XLAStrategy", (pl.strategies.DDPStrategy,), {"root_device": torch.device("xla")})
     run = types.SimpleNamespace(strategy=strategy, fast_dev_run=False)
     with pytest.raises(BatchSizeError, match=f"{name}: it (divides the model|compiles and runs)"):
         AutoBatchSize(**settings).on_fit_start(run, Walled())
@@ -75,9 +69,7 @@ def test_a_bug_surfaces_at_once_and_a_module_without_size_is_fine(tmp_path):
 
 def test_bad_arguments_are_told_all_at_once():
     with pytest.raises(ConfigurationError) as raised:
-        AutoBatchSize(
-            "fast", margin=1.5, init_val=0, on_oom="pray", memory_limit="much", steps_per_trial=True
-        )
+        AutoBatchSize("fast", margin=1.5, init_val=0, on_oom="pray", memory_limit="much", steps_per_trial=True)
     assert len(raised.value.faults) == 6
     with pytest.raises(TypeError, match="unexpected keyword argument 'margn'"):
         AutoBatchSize(margn=0.1)

@@ -67,7 +67,5 @@ def test_what_is_trained_is_known_in_the_midst_of_a_resumed_epoch_too(tmp_path: 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_if_single_samples_do_not_fit_either_the_error_says_so(tmp_path: Path, where: str) -> None:
     module = Mid(fits=0, where=where, only=(3,))
-    with pytest.raises(
-        BatchSizeError, match=r"rank 0 .* in batch 3 of epoch 0, and single samples do not fit"
-    ):
+    with pytest.raises(BatchSizeError, match=r"rank 0 .* in batch 3 of epoch 0, and single samples do not fit"):
         trainer(tmp_path, AutoBatchSize("off", on_oom="split"), max_steps=6).fit(module)

@@ -265,9 +265,7 @@ def test_what_is_not_flagged(config: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_a_contradiction_shows_both_values(
-    config: dict[str, Any], values: dict[str, Any], expected: str
-) -> None:
+def test_a_contradiction_shows_both_values(config: dict[str, Any], values: dict[str, Any], expected: str) -> None:
     found = faults_of(full, ZERO | config, **values) if expected else full(ZERO | config, **values) and ()
     assert [text[: len(expected)] for text in found] == ([expected] if expected else [])
 

@@ -20,9 +20,7 @@ def test_the_name_of_a_consolidated_file() -> None:
 
 @pytest.mark.parametrize("held", [3, 6])
 @pytest.mark.parametrize("state", [{}, {"fp32_flat_groups": []}], ids=["stage 2", "stage 3"])
-def test_a_parameter_of_which_values_lack_is_an_error_and_never_zeros(
-    held: int, state: dict[str, Any]
-) -> None:
+def test_a_parameter_of_which_values_lack_is_an_error_and_never_zeros(held: int, state: dict[str, Any]) -> None:
     checkpoint = Checkpoint(Path("last.ckpt"), [{"param_shapes": [{"weight": (2, 2)}]}], [state])
     with pytest.raises(ConfigurationError, match=rf"hold {held} values of .*, expected 4\."):
         put_together(checkpoint, [[torch.ones(held)]])

@@ -80,9 +80,7 @@ def test_members_that_cannot_connect_though_all_live_ask_for_another_try(
     monkeypatch.setattr("lightning_lockstep.distributed.failure.members._NEWS_WITHIN", 0.1)
     first = first_process(run, 3)
     member = run.member(0)
-    looks = threading.Thread(
-        target=lambda: wait_until(lambda: look(first) is None and run.hosted.current.number == 1)
-    )
+    looks = threading.Thread(target=lambda: wait_until(lambda: look(first) is None and run.hosted.current.number == 1))
     looks.start()
     assert member.ends_attempt(RuntimeError("gloo: connect timeout"))
     looks.join()
@@ -189,9 +187,7 @@ def test_a_process_that_was_started_after_a_loss_joins_when_it_has_come_and_is_n
 def attempt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The failure propagation of rank 1 of 2, whose clocks a test turns; and what would have ended the process."""
     later = list[tuple[float, Callable[..., object], tuple[Any, ...]]]()
-    clock = SimpleNamespace(
-        start=lambda: None, after=lambda *call: later.append((call[0], call[1], call[2:]))
-    )
+    clock = SimpleNamespace(start=lambda: None, after=lambda *call: later.append((call[0], call[1], call[2:])))
     monkeypatch.setattr(propagation_module, "clock", clock)
     monkeypatch.setattr(propagation_module, "interrupt_clock", clock)
     monkeypatch.setattr(propagation_module, "exit_plan", ExitPlan())
@@ -222,9 +218,7 @@ def test_no_countdown_of_a_loss_that_the_channel_has_seen_first_ends_a_rank_that
     assert not attempt.ended
 
 
-def test_a_member_that_waits_at_the_end_of_a_call_hears_that_another_one_has_raised(
-    run: Run, attempt: Any
-) -> None:
+def test_a_member_that_waits_at_the_end_of_a_call_hears_that_another_one_has_raised(run: Run, attempt: Any) -> None:
     run.publish(0, 1)
     member = run.member(0)
     member.propagation = lambda: attempt.propagation

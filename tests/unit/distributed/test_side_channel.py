@@ -151,9 +151,7 @@ def test_rank_0_may_have_a_connection_to_every_rank(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(zeromq.resource, "getrlimit", lambda _: tuple(limits))
     monkeypatch.setattr(zeromq.resource, "setrlimit", set_limits)
     if hard == 1000:
-        with pytest.raises(
-            LaunchError, match=r"may open 1000 files and connections at once: it needs 1\d\d\d"
-        ):
+        with pytest.raises(LaunchError, match=r"may open 1000 files and connections at once: it needs 1\d\d\d"):
             zeromq.need_descriptors(1000)
     else:
         zeromq.need_descriptors(1000)

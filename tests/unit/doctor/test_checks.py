@@ -23,9 +23,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
 
     def made(name: str, check: Callable[..., Iterator[Finding]], **how: object) -> None:
         monkeypatch.setitem(CHECKS, name, Check("to test", **how))  # type: ignore[arg-type]
-        monkeypatch.setitem(
-            sys.modules, f"lightning_lockstep.doctor.checks.{name}", SimpleNamespace(check=check)
-        )
+        monkeypatch.setitem(sys.modules, f"lightning_lockstep.doctor.checks.{name}", SimpleNamespace(check=check))
 
     return made
 
@@ -35,9 +33,7 @@ def results_of(*names: str, timeout: float | None = None) -> dict[str, CheckResu
     return {result.check: result for result in command.results_of(names, options)}
 
 
-def test_an_error_is_a_finding_and_what_was_found_before_is_kept(
-    plant: Plant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_is_a_finding_and_what_was_found_before_is_kept(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     def raises(*_: object) -> Iterator[Finding]:
         yield ok("first", "looked at")
         raise RuntimeError("planted")
@@ -72,9 +68,7 @@ def test_a_check_has_its_limit_and_keeps_what_it_has_found(plant: Plant) -> None
     assert late.fix == ("lockstep-doctor hangs --timeout 2",)
 
 
-def test_as_many_run_at_a_time_as_there_are_cores_and_some_alone(
-    plant: Plant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_run_at_a_time_as_there_are_cores_and_some_alone(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "usable_cores", lambda: (0, 1, 2))
     running: list[object] = []
     most: dict[str, int] = {}

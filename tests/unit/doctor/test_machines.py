@@ -39,9 +39,7 @@ def test_a_machine_gets_its_findings(case: Case, check: str) -> None:
         ("", "warning", "no --signal in the batch script"),
     ],
 )
-def test_a_signal_before_the_time_limit_is_read_as_sbatch_reads_it(
-    signal: str, status: str, told: str
-) -> None:
+def test_a_signal_before_the_time_limit_is_read_as_sbatch_reads_it(signal: str, status: str, told: str) -> None:
     text = json.dumps(read_record(FOLDER / "slurm_uneven_tasks.yaml"))
     given = f" --signal={signal}" if signal else " --nodes=2"
     machine = ImitatedMachine(yaml.safe_load(text.replace(" --signal=USR1@120", given)))

@@ -80,7 +80,5 @@ def test_several_nodes_that_cannot_find_each_other_are_refused(monkeypatch: pyte
     monkeypatch.delenv("MASTER_PORT", raising=False)
     for strategy in ("lockstep_ddp", "lockstep_ddp_spawn"):
         trainer = Trainer(accelerator="cpu", devices=1, num_nodes=2, strategy=strategy, logger=False)
-        with pytest.raises(
-            LaunchError, match="num_nodes=2: expected MASTER_ADDR, MASTER_PORT and NODE_RANK in"
-        ):
+        with pytest.raises(LaunchError, match="num_nodes=2: expected MASTER_ADDR, MASTER_PORT and NODE_RANK in"):
             trainer.fit(BoringModel())

@@ -35,10 +35,7 @@ def test_open_mpi(tmp_path: Path) -> None:
 def test_variables_left_behind_are_no_mpi(tmp_path: Path) -> None:
     assert find_mpi_rank({}) is None
     assert find_mpi_rank(OPEN_MPI) is None
-    assert (
-        find_mpi_rank({**OPEN_MPI, "PMIX_NAMESPACE": "job", "PMIX_SERVER_TMPDIR": str(tmp_path / "gone")})
-        is None
-    )
+    assert find_mpi_rank({**OPEN_MPI, "PMIX_NAMESPACE": "job", "PMIX_SERVER_TMPDIR": str(tmp_path / "gone")}) is None
     assert find_mpi_rank({"PMI_RANK": "0", "PMI_SIZE": "4", "PMI_FD": "9999"}) is None
 
 
@@ -129,9 +126,7 @@ def test_what_auto_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(2, LightningEnvironment(), "cuda") == "nccl"
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: object())
     assert chosen(2, by_mpi) == "mpi4py"
-    with pytest.raises(
-        ConfigurationError, match=r"sends CPU tensors only.* is cuda: leave backend at 'auto'"
-    ):
+    with pytest.raises(ConfigurationError, match=r"sends CPU tensors only.* is cuda: leave backend at 'auto'"):
         chosen(2, by_mpi, "cuda", "mpi4py")
     with pytest.raises(LaunchError, match=r"\(found: TorchElasticEnvironment\).* give backend='gloo'"):
         chosen(2, TorchElasticEnvironment())

@@ -60,8 +60,6 @@ def test_the_table_of_hosts_says_what_to_do(tmp_path: Path, monkeypatch: pytest.
         check_hosts(settings, MPIRun("false", "hydra", ""), num_nodes=3)
     rows = dict(line.split(maxsplit=1) for line in str(caught.value).splitlines()[2:])
     assert rows["localhost"] == rows["fine.invalid"] == "ready"
-    assert rows["closed.invalid"].startswith(
-        "`ssh closed.invalid true` must work without asking anything: root@"
-    )
+    assert rows["closed.invalid"].startswith("`ssh closed.invalid true` must work without asking anything: root@")
     with pytest.raises(LaunchError, match=r"`false -hosts localhost,fine\.invalid .*failed with exit code 1"):
         check_hosts(settings, MPIRun("false", "hydra", ""), num_nodes=2)

@@ -73,9 +73,7 @@ class Growing(BatchSampler):
 
 LOADERS: dict[str, Callable[[int], DataLoader[Any]]] = {
     "shuffled": lambda size: DataLoader(DATA, size, shuffle=True),
-    "with a generator": lambda size: DataLoader(
-        DATA, size, shuffle=True, generator=torch.Generator().manual_seed(3)
-    ),
+    "with a generator": lambda size: DataLoader(DATA, size, shuffle=True, generator=torch.Generator().manual_seed(3)),
     "own sampler": lambda size: DataLoader(DATA, size, sampler=Own()),
     "fewer": lambda size: DataLoader(DATA, size, sampler=RandomSampler(DATA, num_samples=7)),
     "more": lambda size: DataLoader(DATA, size, sampler=RandomSampler(DATA, num_samples=50)),

@@ -101,9 +101,7 @@ def test_positions_epochs_and_seeds_have_numbers_of_their_own() -> None:
     drawn = [tuple(one[1:]) for found, _ in [(samples, batches), *others] for one in found.values()]
     assert samples[1][0] == samples[2][0]  # the same sample
     assert len(set(drawn)) == 3 * len(ORDER)
-    assert all(len(one) == 1 for one in batches.values()) and len(set.union(*batches.values())) == len(
-        batches
-    )
+    assert all(len(one) == 1 for one in batches.values()) and len(set.union(*batches.values())) == len(batches)
 
 
 def test_a_loader_without_batches() -> None:
@@ -112,9 +110,7 @@ def test_a_loader_without_batches() -> None:
     assert given[:8] == [epoch_of(Images())[0][position] for position in range(1, 16, 2)]
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda one: one, lambda one: Subset(ConcatDataset([Images(), one]), range(20, 40))]
-)
+@pytest.mark.parametrize("wrap", [lambda one: one, lambda one: Subset(ConcatDataset([Images(), one]), range(20, 40))])
 def test_a_data_set_with_a_generator_of_its_own_is_given_a_seed(wrap: Any) -> None:
     once, again = (epoch_of(wrap(OwnGenerator()), ranks=ranks)[0] for ranks in (1, 3))
     assert once == again and len({one[1] for one in once.values()}) == len(ORDER)

@@ -67,8 +67,7 @@ def test_each_sample_is_used_once_on_any_number_of_ranks() -> None:
             given.append(own)
         assert len({len(of_rank) for of_rank in given}) == 1, case
         whole = [
-            [parts[i % ranks][i // ranks] for i in range(sum(map(len, parts)))]
-            for parts in zip(*given, strict=True)
+            [parts[i % ranks][i // ranks] for i in range(sum(map(len, parts)))] for parts in zip(*given, strict=True)
         ]
         assert totals == [[*map(len, whole), 0, 0]] * ranks, case
         order = [sample for batch in whole for sample in batch]
@@ -177,9 +176,7 @@ DIVIDED = {
     "datasets": lambda: Holding(_distributed=SimpleNamespace(rank=0, world_size=2)),
     "Mosaic Streaming": lambda: of_module("streaming.base.dataset", StreamingDataset),
     "data pipe": lambda: IterableWrapper([1, 2]).shuffle().sharding_filter().map(str),
-    "webdataset": lambda: Holding(
-        pipeline=["urls", of_module("webdataset.shardlists", lambda: split_by_node)]
-    ),
+    "webdataset": lambda: Holding(pipeline=["urls", of_module("webdataset.shardlists", lambda: split_by_node)]),
     "within another": lambda: ChainDataset([Stream(2), Holding(source=Holding(_distributed=object()))]),
 }
 WHOLE = {

@@ -23,9 +23,7 @@ def line(rank: int, text: str = "same") -> Line:
 
 def seen(batches) -> list[tuple[str, tuple[int, ...]]]:
     """What is printed together, as rank and text, and the ranks that are missing."""
-    return [
-        (" ".join(f"{one.ranks[0]}:{one.text}" for one in batch.lines), batch.missing) for batch in batches
-    ]
+    return [(" ".join(f"{one.ranks[0]}:{one.text}" for one in batch.lines), batch.missing) for batch in batches]
 
 
 def played(calls, *, ranks: int = 2, until: float = 60.0) -> list[tuple[float, str, tuple[int, ...]]]:

@@ -26,9 +26,7 @@ from tests.models.overflow.models import (
 )
 
 
-def find(
-    model: Task, loader: Any, tmp_path: Path, *, options: dict[str, Any] | None = None, **settings: Any
-) -> Any:
+def find(model: Task, loader: Any, tmp_path: Path, *, options: dict[str, Any] | None = None, **settings: Any) -> Any:
     """Fit until the detector raises; return (detector, message)."""
     detector = OverflowDetector(**{"report_dir": None, **settings})
     with pytest.raises(OverflowDetectedError) as caught:
@@ -72,9 +70,7 @@ class BadWeight(Callback):
 def test_a_weight_that_is_bad_already(tmp_path: Path) -> None:
     model = Task()
     detector = OverflowDetector()
-    with pytest.raises(
-        OverflowDetectedError, match=r"the weights of head \(Linear\) are bad already: weight"
-    ):
+    with pytest.raises(OverflowDetectedError, match=r"the weights of head \(Linear\) are bad already: weight"):
         fit(model, data(batches=4), detector, BadWeight(), default_root_dir=tmp_path)
     assert "1 nan" in detector.reports[0].producer.remarks
 
@@ -105,10 +101,7 @@ def test_code_of_training_step_is_told_from_modules(tmp_path: Path) -> None:
             return super().training_step(torch.where(batch > 50, torch.inf, batch), batch_idx)
 
     _, message = find(Divides(), data(batches=2, marked={1: 0}), tmp_path)
-    assert (
-        "the LightningModule (Divides) made it in its own code, before it called its forward: input[0]"
-        in message
-    )
+    assert "the LightningModule (Divides) made it in its own code, before it called its forward: input[0]" in message
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -160,9 +153,7 @@ def test_skip_leaves_the_step_out_and_puts_buffers_back(tmp_path: Path) -> None:
     norm = nn.BatchNorm1d(WIDTH)
     model = Task(nn.Sequential(Explode(), norm))
     detector = OverflowDetector(action="skip")
-    trainer = fit(
-        model, data(batches=6, marked={1: 0, 2: 0, 4: 0}), detector, compare, default_root_dir=tmp_path
-    )
+    trainer = fit(model, data(batches=6, marked={1: 0, 2: 0, 4: 0}), detector, compare, default_root_dir=tmp_path)
     states = [state for state, _, _ in compare.seen]
     assert detector.skipped_steps == 3
     assert len(detector.reports) == 2, "one for each row of bad steps"
@@ -289,9 +280,7 @@ def test_a_loss_scaler_at_its_floor_is_an_alarm(tmp_path: Path) -> None:
 
 
 def test_a_bad_forward_under_a_loss_scaler_is_an_alarm_at_once(tmp_path: Path) -> None:
-    _, message = find(
-        Task(Explode()), data(batches=3, marked={1: 0}), tmp_path, options={"plugins": [amp(16.0)]}
-    )
+    _, message = find(Task(Explode()), data(batches=3, marked={1: 0}), tmp_path, options={"plugins": [amp(16.0)]})
     assert "batch_number=1" in message
     assert "the forward is not finite, which no loss scale can fix" in message
 

@@ -27,9 +27,7 @@ def test_steps_between_two_reads_are_not_lost(tmp_path: Path, bad: int, note: st
 
 def test_a_warning_comes_for_the_first_step_of_those_read_together(tmp_path: Path) -> None:
     detector = OverflowDetector(mode="hooks", check_every_n_steps=4, action="warn")
-    trainer = fit(
-        Task(metric=True), data(batches=10, marked={1: 0, 2: 0, 9: 3}), detector, default_root_dir=tmp_path
-    )
+    trainer = fit(Task(metric=True), data(batches=10, marked={1: 0, 2: 0, 9: 3}), detector, default_root_dir=tmp_path)
     assert trainer.global_step == 10
     assert [report.occasion.batch_number for report in detector.reports] == [1, 9]
     with pytest.raises(ConfigurationError, match="cannot be combined with action='skip'"):

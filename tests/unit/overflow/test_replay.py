@@ -70,9 +70,7 @@ class InParts(SingleDeviceStrategy):
 
 
 def test_a_strategy_without_whole_gradients_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"does not work with InParts: it does not keep whole gradients"
-    ):
+    with pytest.raises(ConfigurationError, match=r"does not work with InParts: it does not keep whole gradients"):
         fit(Task(), data(batches=1), OverflowDetector(), strategy=InParts("cpu"), default_root_dir=tmp_path)
 
 

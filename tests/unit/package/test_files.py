@@ -10,9 +10,7 @@ from lightning_lockstep._system import write_whole
 
 
 @pytest.mark.parametrize(("content", "written"), [("é\n", "é\n".encode()), (b"\x00", b"\x00")])
-def test_a_file_is_written_into_a_folder_that_is_made(
-    content: str | bytes, written: bytes, tmp_path: Path
-) -> None:
+def test_a_file_is_written_into_a_folder_that_is_made(content: str | bytes, written: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "file"
     assert write_whole(path, content) is None
     assert path.read_bytes() == written

@@ -141,9 +141,7 @@ def test_a_strategy_by_its_name(name: str, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("name", sorted(callbacks.__all__))
 def test_a_callback_by_its_name(name: str) -> None:
-    options = [
-        f"--trainer.callbacks.{key}={json.dumps(value)}" for key, value in REQUIRED.get(name, {}).items()
-    ]
+    options = [f"--trainer.callbacks.{key}={json.dumps(value)}" for key, value in REQUIRED.get(name, {}).items()]
     made_by(cli([f"--trainer.callbacks+={name}", *options, "--trainer.logger=false"]), name)
 
 

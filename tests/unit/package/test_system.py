@@ -30,9 +30,7 @@ def write(folder: Path, **files: str) -> None:
         (folder / name.replace("__", ".")).write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "limit"), [("max 100000", None), ("150000 100000", 1.5), ("400000 100000", 4.0)]
-)
+@pytest.mark.parametrize(("text", "limit"), [("max 100000", None), ("150000 100000", 1.5), ("400000 100000", 4.0)])
 def test_a_cpu_limit_of_version_2_is_read(cgroups: Path, text: str, limit: float | None) -> None:
     write(cgroups, cpu__max=text)
     assert _system.cpu_limit() == limit

@@ -138,9 +138,7 @@ def test_which_ranks_work_on_the_same_batches() -> None:
     same, other, constant = [1, 2, 3], [4, 5, 6], [7, 7, 7]
     assert compare({0: same, 1: other, 2: same}) == [(0, (0, 2))]
     assert compare({0: constant, 1: constant}) == [None], "alike by nature"
-    assert compare({0: [1], 1: [1]}, {0: same, 1: same}) == [None, (0, (0, 1))], (
-        "the first that tells something"
-    )
+    assert compare({0: [1], 1: [1]}, {0: same, 1: same}) == [None, (0, (0, 1))], "the first that tells something"
     # By chance once, as where samples are drawn with replacement.
     assert compare({0: same, 1: other}, {0: same, 1: same}, {0: same, 1: other}) == [None, None, None]
     assert compare({0: same, 1: other}, {0: same, 1: same}, {0: other, 1: other})[2] == (0, (0, 1))

@@ -69,9 +69,7 @@ def test_a_batch_that_is_compiled_late_is_named_with_its_shapes(
     ]
     training, evaluation = late(caplog)
     assert training.startswith("StaticShapes: training batch 3 (step 4) compiled 1 graph in ")
-    assert (
-        "its shapes are (2, 4), (2,), those of the batch before (6, 4), (6,). batch_size='train'" in training
-    )
+    assert "its shapes are (2, 4), (2,), those of the batch before (6, 4), (6,). batch_size='train'" in training
     assert "validation batch 2 (step 4) compiled 1 graph" in evaluation
 
 
@@ -125,9 +123,7 @@ def test_a_loader_that_drops_its_last_batch_needs_no_mask(tmp_path: Path) -> Non
     net = Net(asks=False)
     net.layers.append(torch.nn.BatchNorm1d(3))  # whose statistics would count added samples
     options: Any = {**ONCE, "limit_val_batches": 0}
-    Trainer(**options, default_root_dir=tmp_path, callbacks=[StaticShapes(**PAD)]).fit(
-        net, drops, loader(6, 6)
-    )
+    Trainer(**options, default_root_dir=tmp_path, callbacks=[StaticShapes(**PAD)]).fit(net, drops, loader(6, 6))
     assert [size for _, size in net.shapes] == [6, 6, 6]
 
 
@@ -157,9 +153,7 @@ def test_a_search_for_a_batch_size_sees_its_own_batches_and_a_split_is_refused(t
     net = Model()
     sizes_tried: Any = {"init_val": 3, "max_trials": 2, "max_val": 6, "steps_per_trial": 1}
     search = AutoBatchSize(global_batch_size="largest", **sizes_tried)
-    trainer = Trainer(
-        **{**QUIET, "max_epochs": 1}, default_root_dir=tmp_path, callbacks=[search, StaticShapes(**PAD)]
-    )
+    trainer = Trainer(**{**QUIET, "max_epochs": 1}, default_root_dir=tmp_path, callbacks=[search, StaticShapes(**PAD)])
     with pytest.warns(UserWarning, match="an epoch has fewer optimizer steps"):
         trainer.fit(net)
     found = search.optimal_batch_size
@@ -194,9 +188,7 @@ def test_sequences_are_padded_to_a_few_lengths(tmp_path: Path) -> None:
     batches = DataLoader(made, batch_size=None)
     settings: dict[str, Any] = {"lengths": [4, 8], "pad_values": {"ids": 0}}
     net = Sums()
-    trainer = Trainer(
-        **{**QUIET, "max_epochs": 1}, default_root_dir=tmp_path, callbacks=[StaticShapes(**settings)]
-    )
+    trainer = Trainer(**{**QUIET, "max_epochs": 1}, default_root_dir=tmp_path, callbacks=[StaticShapes(**settings)])
     trainer.fit(net, batches, loader(6, 6))
     assert [length for epoch, length in net.shapes if epoch == "0"] == [4, 8, 4, 9, 8]
     settings["pad_values"] = {"idz": 0}
@@ -263,9 +255,7 @@ def test_batches_of_several_loaders_at_once_are_not_padded(tmp_path: Path) -> No
 
     both = {"a": loader(12, 6), "b": loader(8, 4)}
     made = Trainer(**ONCE, default_root_dir=tmp_path, callbacks=[StaticShapes(**PAD)])
-    with pytest.raises(
-        ConfigurationError, match=r"batch_size='train'\) with several loaders of training at once"
-    ):
+    with pytest.raises(ConfigurationError, match=r"batch_size='train'\) with several loaders of training at once"):
         made.fit(Model(), both, loader(6, 6))
     net = Model()
     Trainer(**ONCE, default_root_dir=tmp_path, callbacks=[StaticShapes()]).fit(net, both, loader(6, 6))

@@ -113,9 +113,7 @@ def test_rows_have_the_numbers_of_their_samples_on_any_number_of_ranks(name: str
     whole = under(WHOLE, function, x)
     for ranks, rank in product((2, 3, 4), range(4)):
         rows = range(rank % ranks, SAMPLES, ranks)
-        assert torch.allclose(
-            under(rows, function, x[rows.start :: ranks]), whole[rows.start :: ranks], 0, 1e-12
-        )
+        assert torch.allclose(under(rows, function, x[rows.start :: ranks]), whole[rows.start :: ranks], 0, 1e-12)
     others = under(range(50, 50 + SAMPLES), function, x)
     assert torch.equal(others, whole) is (name in SHARED)
 
@@ -178,9 +176,7 @@ def test_all_functions_of_torch_that_draw_are_known() -> None:
 
 # -- backward ------------------------------------------------------------------------------------------
 
-LAYERS = nn.ModuleList(
-    nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3)) for _ in range(3)
-).double()
+LAYERS = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3)) for _ in range(3)).double()
 
 
 class DrawsInBackward(torch.autograd.Function):
@@ -194,9 +190,7 @@ class DrawsInBackward(torch.autograd.Function):
         return ctx.draw(gradient), None
 
 
-def gradient(
-    around: Callable[[nn.Module, Tensor], Tensor], draw: Callable[[Tensor], Tensor] = Tensor.clone
-) -> Tensor:
+def gradient(around: Callable[[nn.Module, Tensor], Tensor], draw: Callable[[Tensor], Tensor] = Tensor.clone) -> Tensor:
     """Return a gradient of a step whose layers are called in a way of their own."""
     LAYERS.zero_grad()
     numbers, x = SampleNumbers(1), inputs().requires_grad_()
@@ -233,9 +227,7 @@ def test_a_dimension_said_around_a_checkpoint_holds_within_it() -> None:
         (True, nn.init.normal_, "the backward of training_step has drawn random numbers in a way"),
     ],
 )
-def test_other_draws_in_backward_are_refused(
-    keeps: bool, draw: Callable[[Tensor], Tensor], text: str
-) -> None:
+def test_other_draws_in_backward_are_refused(keeps: bool, draw: Callable[[Tensor], Tensor], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         gradient(lambda layer, x: checkpoint(layer, x, use_reentrant=False, preserve_rng_state=keeps), draw)
 

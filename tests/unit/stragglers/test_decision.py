@@ -110,9 +110,7 @@ def test_a_line_when_it_changes_and_only_then() -> None:
     changed = [window for window in windows if window.changed]
     assert [window.since for window in changed] == [100, 275]  # a verdict stands on 50 steps
     hosts = {0: "node0", 1: "node7"}
-    assert change_line(changed[0], hosts).startswith(
-        "StragglerMonitor: since step 100: rank 1 (host node7) is "
-    )
+    assert change_line(changed[0], hosts).startswith("StragglerMonitor: since step 100: rank 1 (host node7) is ")
     assert change_line(changed[1], hosts) == (
         "StragglerMonitor: since step 275 the others no longer wait for rank 1 (host node7)."
     )

@@ -41,9 +41,7 @@ def start(environment: dict[str, str] | None = None, **given: Any) -> Callable[[
     def made(patch: pytest.MonkeyPatch) -> None:
         for name, value in (environment or {}).items():
             patch.setenv(name, value)
-        of_trainer = {
-            name: given.pop(name) for name in ("num_nodes", "use_distributed_sampler") if name in given
-        }
+        of_trainer = {name: given.pop(name) for name in ("num_nodes", "use_distributed_sampler") if name in given}
         strategy = LockstepDDPStrategy(on_lost_rank="continue", **given)
         Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, **of_trainer)
 

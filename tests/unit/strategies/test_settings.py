@@ -89,9 +89,7 @@ def test_the_options_that_are_handed_on_are_all_of_the_installed_torch() -> None
     taken = {*inspect.signature(DistributedDataParallel).parameters} - {
         *inspect.signature(LockstepDDPStrategy).parameters
     }
-    assert (
-        taken - {"module", "device_ids", "output_device", "process_group"} <= OptionsOfDDP.__optional_keys__
-    )
+    assert taken - {"module", "device_ids", "output_device", "process_group"} <= OptionsOfDDP.__optional_keys__
 
 
 def test_a_rank_without_a_batch_cannot_join() -> None:

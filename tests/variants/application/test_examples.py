@@ -74,9 +74,7 @@ def test_the_research_project(tmp_path: Path) -> None:
 
 
 def test_the_module_of_the_smallest_hydra_project_without_its_program(tmp_path: Path) -> None:
-    command = (
-        "-m lightning_lockstep.train --config-dir conf model=net ~data trainer.devices=2 trainer.max_epochs=3"
-    )
+    command = "-m lightning_lockstep.train --config-dir conf model=net ~data trainer.devices=2 trainer.max_epochs=3"
     project = copied("hydra_project", tmp_path)
     outcome = run_script([sys.executable, *command.split()], cwd=project, timeout=120)
     assert outcome.returncode == 0, outcome.output
@@ -88,17 +86,13 @@ def test_the_module_of_the_smallest_hydra_project_without_its_program(tmp_path: 
 # The one with two callbacks is among the default tests.
 SHOWN = [
     line
-    for line in re.findall(
-        r"^python (.*)\n# (.*)$", (EXAMPLES / "foreign_app" / "README.md").read_text(), re.MULTILINE
-    )
+    for line in re.findall(r"^python (.*)\n# (.*)$", (EXAMPLES / "foreign_app" / "README.md").read_text(), re.MULTILINE)
     if "[early_stopping,stop_together]" not in line[0]
 ]
 
 
 @pytest.mark.parametrize(("command", "printed"), SHOWN, ids=[command for command, _ in SHOWN])
-def test_a_command_line_of_an_app_that_has_only_our_configs(
-    command: str, printed: str, tmp_path: Path
-) -> None:
+def test_a_command_line_of_an_app_that_has_only_our_configs(command: str, printed: str, tmp_path: Path) -> None:
     if "joblib" in command:
         pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     prints(command, printed, tmp_path)

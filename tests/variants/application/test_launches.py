@@ -33,9 +33,7 @@ def test_other_devices_than_torchrun_has_started_are_one_error_on_all_ranks(tmp_
 @pytest.mark.skipif(os.geteuid() != 0, reason="a private mount of /dev/shm needs root")
 def test_one_rank_needs_no_shared_memory(tmp_path: Path) -> None:
     mounted = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"]
-    outcome = run_script(
-        [*mounted, *TRAIN, *QUICK, "trainer.max_steps=1", "test=false"], cwd=tmp_path, timeout=180
-    )
+    outcome = run_script([*mounted, *TRAIN, *QUICK, "trainer.max_steps=1", "test=false"], cwd=tmp_path, timeout=180)
     assert outcome.returncode == 0, outcome.output
     assert "run finished" in outcome.stdout
 

@@ -62,14 +62,8 @@ def test_a_sweep_goes_on_after_a_job_of_which_one_rank_failed(tmp_path: Path) ->
     (tmp_path / "program.py").write_text(FAILS_ONCE_ON_RANKS)
     outcome = run_script(["program.py", "-m", "hydra.sweep.dir=sweep", "+a=1,2,3"], cwd=tmp_path, timeout=120)
     assert "lightning-lockstep: job 1 failed: RankFailedError: rank 1 of 2" in outcome.stderr, outcome.output
-    table = [
-        line.split()[1:4]
-        for line in outcome.stderr.splitlines()
-        if "+a=" in line and line.split()[1] != "HYDRA"
-    ]
-    assert table[-3:] == [["+a=1", "1", "0"], ["+a=2", "-", "RankFailedError:"], ["+a=3", "3", "0"]], (
-        outcome.output
-    )
+    table = [line.split()[1:4] for line in outcome.stderr.splitlines() if "+a=" in line and line.split()[1] != "HYDRA"]
+    assert table[-3:] == [["+a=1", "1", "0"], ["+a=2", "-", "RankFailedError:"], ["+a=3", "3", "0"]], outcome.output
     assert outcome.returncode == 1 and outcome.leftovers == ()
 
 

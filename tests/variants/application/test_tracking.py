@@ -87,9 +87,7 @@ def test_two_ranks_make_one_run_of_each_logger_with_the_whole_configuration(tmp_
     assert b"find_unused_parameters" in file.read_bytes()
     database = run / "mlflow" / "mlflow.db"
     assert rows(database, "select status from runs") == [("FINISHED",)]
-    assert ("3",) in rows(
-        database, "select value from params where key = 'config/trainer/limit_train_batches'"
-    )
+    assert ("3",) in rows(database, "select value from params where key = 'config/trainer/limit_train_batches'")
     assert rows(database, "select count(*) from metrics where key = 'train_loss'") == [(3,)]
     for folder in ("csv", "tensorboard"):
         logged = yaml.safe_load((run / folder / "hparams.yaml").read_text())

@@ -51,8 +51,7 @@ def fits(folder: str) -> dict[str, Any]:
     }
     return {
         "replicas": {
-            name: replicas.fit(case, plain_strategy=strategy(), devices="auto")
-            for name, case in cases.items()
+            name: replicas.fit(case, plain_strategy=strategy(), devices="auto") for name, case in cases.items()
         },
         "stragglers": stragglers.fit(1, "data", strategy=strategy(), devices="auto"),
         "batch size": batch_size(folder),

@@ -13,9 +13,7 @@ from lightning_lockstep.doctor.machine import Machine, release
 from lightning_lockstep.doctor.registry import CheckOptions, Status
 from tests.models.doctor.imitated_machine import run_check
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("c++") is None, reason="there is no C++ compiler: apt install g++"
-)
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler: apt install g++")
 
 
 def test_deepspeed_as_it_is_installed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,7 @@ HOW: tuple[dict[str, int | str], ...] = ({}, {"accumulate": 2}, {"loss": "items"
 def test_each_stage_has_the_weights_of_one_process() -> None:
     found = wrong(
         [
-            Program(
-                ranks=2, samples=37, batch=4, order="shuffle", model="net", epochs=2, strategy=stage, **how
-            )  # type: ignore[arg-type]
+            Program(ranks=2, samples=37, batch=4, order="shuffle", model="net", epochs=2, strategy=stage, **how)  # type: ignore[arg-type]
             for stage in ("zero1", "zero2", "zero3")
             for how in HOW
         ]

@@ -73,9 +73,7 @@ def test_each_stage_of_zero_has_the_weights_of_one_rank(stage: int) -> None:
 
 @pytest.mark.mpi
 def test_ranks_of_mpirun_have_the_weights_of_one_rank() -> None:
-    (found,) = check(
-        [Program(ranks=3, samples=23, batch=2, strategy="mpi", model="net", real=True, epochs=2)]
-    )
+    (found,) = check([Program(ranks=3, samples=23, batch=2, strategy="mpi", model="net", real=True, epochs=2)])
     assert not found.verdict.differences, found.verdict.differences
 
 

@@ -50,9 +50,7 @@ def test_nothing_of_a_loss_is_seen_in_what_is_left(case: str, undisturbed: Fit, 
 @pytest.mark.parametrize("case", OPTIONS)
 def test_nor_with_other_counts_of_batches(case: str, tmp_path: Path) -> None:
     options, orders = OPTIONS[case]
-    check_same(
-        fit(tmp_path / "lost", "continue", *orders, **options), fit(tmp_path / "whole", "end", **options)
-    )
+    check_same(fit(tmp_path / "lost", "continue", *orders, **options), fit(tmp_path / "whole", "end", **options))
 
 
 def test_workers_of_a_lost_rank_hold_nobody_up(
@@ -76,9 +74,7 @@ def test_nor_with_all_callbacks_loggers_workers_and_numbers_of_a_sample(
 def test_the_example_ends_with_the_loss_of_a_run_without_kills(tmp_path: Path) -> None:
     losses = []
     for kills in ("2@10,0@20,3@30", ""):
-        outcome = run_script(
-            [str(EXAMPLES / "kill_a_rank.py")], env={"KILLS": kills}, cwd=tmp_path, timeout=240
-        )
+        outcome = run_script([str(EXAMPLES / "kill_a_rank.py")], env={"KILLS": kills}, cwd=tmp_path, timeout=240)
         assert outcome.returncode == 0, outcome.output
         losses += re.findall(r"48 steps, now on . rank\(s\); (loss .*)", outcome.stdout)
     assert len(losses) == 2 and losses[0] == losses[1]

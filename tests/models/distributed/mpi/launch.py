@@ -46,9 +46,7 @@ def why_no(kind: str) -> str | None:
             else "no environment with the wheel of MPICH: see LOCKSTEP_TEST_MPICH in docs/mpi.md"
         )
     beside = Path(sys.prefix, "bin", "mpirun")
-    return (
-        None if beside.exists() or shutil.which("mpirun") else "there is no mpirun: install the extra [mpi]"
-    )
+    return None if beside.exists() or shutil.which("mpirun") else "there is no mpirun: install the extra [mpi]"
 
 
 def mpi_command(kind: str, ranks: int) -> list[str]:

@@ -29,11 +29,7 @@ def tensor(shape, dtype, seed):
         "large": (LARGE,),
     }[shape]
     whole = torch.randint(1, 5, sizes, generator=generator)
-    made = (
-        whole.to(dtype) / (4 if dtype.is_floating_point else 1)
-        if dtype.is_floating_point
-        else whole.to(dtype)
-    )
+    made = whole.to(dtype) / (4 if dtype.is_floating_point else 1) if dtype.is_floating_point else whole.to(dtype)
     return made.t() if shape == "strided" else made
 
 

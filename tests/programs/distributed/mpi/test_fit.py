@@ -30,9 +30,7 @@ def test_it_starts_mpirun_and_labels_the_output_and_a_rank_that_raises_ends_all(
     assert "[1,0]<stdout>: TRAINING" in outcome.stdout
     # In the second fit rank 1 raises.
     assert outcome.returncode not in (0, None)
-    assert re.search(r"rank 1 of 2 \(host .*ValueError: a bad batch on purpose", outcome.stderr), (
-        outcome.output
-    )
+    assert re.search(r"rank 1 of 2 \(host .*ValueError: a bad batch on purpose", outcome.stderr), outcome.output
     assert "Saved to " in outcome.stderr, outcome.output
     assert outcome.leftovers == ()
 
@@ -41,9 +39,7 @@ def test_a_rank_that_is_killed_ends_all_and_mpirun_names_it(tmp_path: Path) -> N
     command = [*FIT, str(tmp_path), "--devices", "2", "--epochs", "1", "--then", "kill"]
     outcome = run_script(command, env=mpi_environ(), timeout=120)
     assert outcome.returncode == 137 and outcome.leftovers == (), outcome.output
-    assert re.search(r"process rank 1 with PID \d+ on node \S+ exited on\s+signal 9", outcome.output), (
-        outcome.output
-    )
+    assert re.search(r"process rank 1 with PID \d+ on node \S+ exited on\s+signal 9", outcome.output), outcome.output
 
 
 def exits() -> None:

@@ -31,9 +31,7 @@ def a_call_that_waits_beside_a_busy_group() -> list[list[Outstanding]]:
 
 
 def test_a_call_that_waits_is_seen_beside_a_group_that_is_busy() -> None:
-    waits, _ = run_ranks(
-        2, a_call_that_waits_beside_a_busy_group, env={"TORCH_FR_BUFFER_SIZE": "512"}, timeout=60
-    )
+    waits, _ = run_ranks(2, a_call_that_waits_beside_a_busy_group, env={"TORCH_FR_BUFFER_SIZE": "512"}, timeout=60)
     assert waits[0] == [], "what was called since the last look is left out"
     (seen,) = waits[1]
     assert seen.group == "world"

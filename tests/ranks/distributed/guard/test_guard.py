@@ -26,9 +26,7 @@ def two_guards() -> tuple[str, list[str]]:
 
     def begin(kind: Any) -> CollectiveGuard | None:
         propagation.enter()
-        guards = meet.collect(next(begun), kind).complete(
-            "the guard"
-        )  # no collective: each may have another one
+        guards = meet.collect(next(begun), kind).complete("the guard")  # no collective: each may have another one
         return guard_on(channel, propagation, GuardSettings(guard=kind), of_ranks=guards)
 
     error = ""
@@ -76,10 +74,7 @@ def test_all_ranks_have_the_same_guard_and_may_change_it_between_fits(seen: list
     assert sums[0] == sums[1] == ["[2.0, 2.0]"] * 4
     told = errors[0]
     assert told == errors[1]
-    assert (
-        "guard='verify' on rank 0 and 'watch' on rank 1: expected the same" in told
-        and "LOCKSTEP_DEBUG" in told
-    )
+    assert "guard='verify' on rank 0 and 'watch' on rank 1: expected the same" in told and "LOCKSTEP_DEBUG" in told
 
 
 def test_data_of_gloo_counts_as_written(seen: list[dict[str, Any]]) -> None:

@@ -48,9 +48,7 @@ def every_operation() -> Any:
     with_alone = alone(rank)
     count = max(call.call.number for call in verifier.calls() if call.call.group == "world")
     assert verifier.outstanding() == [] and all(call.done for call in verifier.calls())
-    known = [
-        known for group in verifier._groups.values() if group is not None for known in group._known.values()
-    ]
+    known = [known for group in verifier._groups.values() if group is not None for known in group._known.values()]
     operations = {call.operation for call, _ in known}
     put = kernels()
     verifier.stop()

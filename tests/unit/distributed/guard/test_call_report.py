@@ -42,9 +42,7 @@ def at(*sites: str, last: str = "all_gather") -> str:
 
 def test_the_advice_to_ranks_that_called_from_different_places() -> None:
     line, later = "train.py:8 in step", "train.py:20 in step"
-    same = (
-        "Call the same collectives with the same arguments in the same order on every rank. Look for an `if`"
-    )
+    same = "Call the same collectives with the same arguments in the same order on every rank. Look for an `if`"
     for sites, last in (((line, "backward"), "all_reduce"), ((line, later), "barrier")):
         assert at(*sites, last=last).startswith(same)
     # The two branches of an `if rank == 0`, or a call that a rank has skipped.

@@ -37,9 +37,7 @@ def rank(number: int, *calls: RecordedCall, of: int = 2, function: str = "", **c
     waits = {one.call.group: one.call.number for one in reversed(calls) if not one.done}
     arguments = changes.pop("arguments", {})
     groups = {"world": tuple(range(of)), **changes.pop("groups", {})}
-    place = Position(
-        "train.py:99 in step", ("train.py:99 in step", "train.py:7 in main"), function, arguments
-    )
+    place = Position("train.py:99 in step", ("train.py:99 in step", "train.py:7 in main"), function, arguments)
     return RankState(
         rank=number,
         groups=groups,
@@ -62,8 +60,7 @@ def verdict(
     request = DiagnosisRequest(rank=asker, outstanding=wanted, seconds=61.0, raised=raised)
     said = {state.rank: state for state in states}
     unresponsive = {
-        number: UnresponsiveRank(reason, is_moving=number in running)
-        for number, reason in (silent or {}).items()
+        number: UnresponsiveRank(reason, is_moving=number in running) for number, reason in (silent or {}).items()
     }
     return diagnose(request, said, unresponsive, stall_timeout=stall_timeout)
 
@@ -136,8 +133,7 @@ def test_a_reduction_and_a_root_are_known_of_ranks_that_are_in_the_call() -> Non
     assert ["broadcast from 0" in line for line in lines(found)[3:6]] == [True, False, True]
     assert ["differs" in line for line in lines(found)[3:6]] == [False, True, False]
     sums = [
-        rank(number, call(), function="all_reduce", arguments={"op": op})
-        for number, op in enumerate(("sum", "max"))
+        rank(number, call(), function="all_reduce", arguments={"op": op}) for number, op in enumerate(("sum", "max"))
     ]
     assert ["all_reduce(sum)" in line for line in lines(verdict(*sums))[3:5]] == [True, False]
 
@@ -222,8 +218,7 @@ def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
 def test_a_collective_that_all_have_called_alike_and_that_does_not_complete() -> None:
     found = verdict(rank(0, call()), rank(1, call()))
     assert lines(found) == [
-        "collective #1 of group 'world' (all_reduce) does not complete, although ranks 0-1 made the same call"
-        " 61 s ago",
+        "collective #1 of group 'world' (all_reduce) does not complete, although ranks 0-1 made the same call 61 s ago",
         "",
         "  rank  operation   dtype    shape  called from / now at",
         "  0     all_reduce  float32  (4,)   train.py:1 in step",
@@ -241,9 +236,7 @@ def test_a_collective_that_all_have_called_alike_and_that_does_not_complete() ->
 def test_a_silent_rank_whose_process_computes_is_a_remark() -> None:
     found = verdict(rank(0, call()), silent={1: "its process 7 computes"}, running=(1,))
     assert found is not None and (found.kind, found.ranks) == ("slow", (1,))
-    assert (
-        "for rank 1. rank 1 cannot say where it is: its process 7 computes. No error is raised" in found.text
-    )
+    assert "for rank 1. rank 1 cannot say where it is: its process 7 computes. No error is raised" in found.text
 
 
 def test_a_collective_whose_data_is_still_on_its_way_is_a_remark() -> None:

@@ -19,9 +19,7 @@ def needs(kind: str) -> None:
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks", "cut"), [("open_mpi", 2, False), ("open_mpi", 4, True), ("mpich", 2, False)]
-)
+@pytest.mark.parametrize(("kind", "ranks", "cut"), [("open_mpi", 2, False), ("open_mpi", 4, True), ("mpich", 2, False)])
 def test_every_operation_gives_what_gloo_gives(kind: str, ranks: int, cut: bool) -> None:
     needs(kind)
     found = run_mpi(ranks, operations, True, cut, kind=kind, timeout=300)
@@ -33,9 +31,7 @@ def test_every_operation_gives_what_gloo_gives(kind: str, ranks: int, cut: bool)
     ("kind", "thread_level", "options"),
     [("open_mpi", 1, ("funneled", "verify", True)), ("mpich", 3, ("multiple", "watch"))],
 )
-def test_it_behaves_as_torch_promises(
-    kind: str, thread_level: int, options: tuple[Any, ...], tmp_path: Path
-) -> None:
+def test_it_behaves_as_torch_promises(kind: str, thread_level: int, options: tuple[Any, ...], tmp_path: Path) -> None:
     needs(kind)
     found = run_mpi(2, behaviour, tmp_path, *options, kind=kind, timeout=300)
     assert broken(PROMISES, found) == {}

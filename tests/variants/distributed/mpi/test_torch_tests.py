@@ -112,9 +112,7 @@ def skipped(test):
 def chosen(case, every):
     names = [name for name in dir(case) if name.startswith("test_")]
     return [
-        name
-        for name in names
-        if every or (name not in SLEEP and not any(part in name for part in NEED_GPUS + AGAIN))
+        name for name in names if every or (name not in SLEEP and not any(part in name for part in NEED_GPUS + AGAIN))
     ]
 
 
