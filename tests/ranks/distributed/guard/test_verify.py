@@ -135,7 +135,7 @@ CASES: dict[str, tuple[Case, list[list[str]], str]] = {
     "buckets": (
         other_buckets,
         [["all_reduce(sum)", "float32", "(1,)"], ["all_reduce(sum)", "float32", "(9,)"]],
-        "DDP averages gradients in backward, but the ranks have brought different ones: ... the same parameters.",
+        "DDP averages gradients in backward, but the ranks have brought different ones: ... the same bucket_cap_mb.",
     ),
 }
 
