@@ -223,7 +223,7 @@ def _why_not_found(name: str, cause: BaseException) -> str:
     """Why a target cannot be imported, and what may help."""
     module, (place, _, wrong) = name.partition(".")[0], name.rpartition(".")
     if isinstance(cause, ModuleNotFoundError) and cause.name == module:
-        hint = "Expected module.Class; start in the folder of module.py, or add that folder to PYTHONPATH."
+        hint = f"Expected module.Class; start in the folder of {module}.py, or add that folder to PYTHONPATH."
         return f" There is no module {module!r} for a run that starts in {Path.cwd()}. {hint}"
     beside: list[str] = []
     with suppress(Exception):  # importing a module can raise anything; then there is nothing to compare

@@ -179,6 +179,8 @@ def extra_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
+    if not extra:  # as nearly always
+        return extra
     try:
         copy: dict[str, Any] = json.loads(json.dumps(extra, default=str))
     except (TypeError, ValueError):  # keys that JSON cannot hold, a list that holds itself
