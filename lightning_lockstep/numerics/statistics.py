@@ -116,6 +116,9 @@ class TensorStatistics:
     used_as: str = ""  # dtype of the computation: autocast's if that is narrower
     # Largest finite magnitude as a share of the largest number of used_as; None for integers.
     range_used: float | None = None
+    zero: float = 0.0  # share of exact zeros
+    subnormal: float = 0.0  # share below the smallest normal number of used_as that are not zero in it
+    flushed: float = 0.0  # share of values that are not zero here, but zero in used_as
     places: tuple[int, ...] = ()  # first indices along dimension 0, often the batch, that hold nan or inf
 
     def remarks(self) -> str:
@@ -129,8 +132,13 @@ class TensorStatistics:
             parts.append(
                 f"at [{', '.join(map(str, self.places))}{', ...' if len(self.places) == _PLACES_NAMED else ''}]"
             )
-        if self.range_used is not None and self.range_used >= 0.001:
-            parts.append(f"{self.range_used:.1%} of range")
+        shares = {
+            "of range": self.range_used or 0.0,
+            "zero": self.zero,
+            "flushed to zero": self.flushed,
+            "subnormal": self.subnormal,
+        }
+        parts += [f"{share:.1%} {what}" for what, share in shares.items() if share >= 0.001]
         kind = self.dtype if self.used_as in ("", self.dtype) else f"{self.dtype} used as {self.used_as}"
         return f"{kind}: {', '.join(parts)}" if parts else ""
 
@@ -214,11 +222,13 @@ def tensor_statistics(value: object, *, used_as: torch.dtype | None = None) -> T
     with torch.no_grad():
         magnitude = tensor.abs()
         low, high = torch.aminmax(magnitude)
+        count = tensor.numel()
         figures: dict[str, Any] = {
             "dtype": _name(value.dtype),
             "shape": tuple(value.shape),
             "abs_min": float(low),
             "abs_max": float(high),
+            "zero": int((magnitude == 0).sum()) / count,
         }
         if not magnitude.is_floating_point():
             return TensorStatistics(**figures)
@@ -226,7 +236,9 @@ def tensor_statistics(value: object, *, used_as: torch.dtype | None = None) -> T
         narrow = own if own.is_floating_point and own.itemsize > 1 else magnitude.dtype
         if used_as in LOW_PRECISION and own in (torch.float32, torch.float64):
             narrow = used_as
-        bad = ~torch.isfinite(magnitude)
+        limits, bad, not_zero = torch.finfo(narrow), ~torch.isfinite(magnitude), magnitude > 0
+        vanished = (magnitude.to(narrow) == 0) & not_zero
+        small = (magnitude < limits.tiny) & not_zero & ~vanished
         nan = int(torch.isnan(magnitude).sum())
         rows = bad.reshape(bad.shape[0], -1).any(dim=1).nonzero() if bad.dim() else bad.new_empty(0, 1)
         return TensorStatistics(
@@ -234,7 +246,9 @@ def tensor_statistics(value: object, *, used_as: torch.dtype | None = None) -> T
             used_as=_name(narrow),
             nan=nan,
             inf=int(bad.sum()) - nan,
-            range_used=float(magnitude.masked_fill(bad, 0).max()) / torch.finfo(narrow).max,
+            range_used=float(magnitude.masked_fill(bad, 0).max()) / limits.max,
+            flushed=int(vanished.sum()) / count,
+            subnormal=int(small.sum()) / count,
             places=tuple(rows[:_PLACES_NAMED, 0].tolist()),
         )
 

@@ -144,7 +144,8 @@ class BadStepDiagnosis:
             if recorder.error is not None:  # before the loss was there, which `found_bad_values` looks at
                 recorder.loss = record.loss
             report.clean = not recorder.found_bad_values
-        report.frames, report.producer = list(recorder.frames), recorder.producer
+        report.frames = list(recorder.frames)
+        report.producer, report.propagators = recorder.producer, recorder.propagators
         if report.producer is not None:
             return
         report.backward_producer = recorder.backward_producer

@@ -128,7 +128,7 @@ class Producer:
         return [dotted(f"{self.before or self.module}.{label}") for label in self.labels[:4]]
 
     def sentence(self) -> str:
-        name = f"{self.module or 'the LightningModule'} ({self.type})"
+        name = _called(self.module, self.type)
         own = "forward" if self.module else "code"
         said = {
             "module": f"{name} made it from good inputs",
@@ -139,6 +139,10 @@ class Producer:
             "backward": f"the backward of {name} made it from good gradients",
         }[self.kind]
         return f"{said}: {', '.join(self.labels[:4])}" + (f" [{self.remarks}]" if self.remarks else "")
+
+
+def _called(module: str, type_: str) -> str:
+    return f"{module or 'the LightningModule'} ({type_})"
 
 
 # -- Hooks that record a frame for each call of each module, forward and backward, and find the first bad value --
@@ -161,6 +165,7 @@ class FrameRecorder:
         self.backward_frames: dict[str, Frame] = {}
         self.producer: Producer | None = None
         self.backward_producer: Producer | None = None
+        self.propagators: list[str] = []
         # Of a replay: the loss as it went into the backward, how many collectives were answered on this rank,
         # whether any are answered here, and what the replay raised.
         self.loss: Tensor | None = None
@@ -246,7 +251,11 @@ class FrameRecorder:
         outputs = list(output_values(output))
         if self._gradients:
             self._watch(name, module, "grad_output", ((label[6:], value) for label, value in outputs))
-        if self._in_backward or (self._found and not self._whole):
+        if self._in_backward:
+            return
+        if self._found and not self._whole:
+            if any(True for _ in self._bad_only(name, outputs)):
+                self.propagators.append(_called(name, type(module).__name__))
             return
         weights = self._values(name, module.named_parameters(recurse=False))
         results = self._values(name, outputs)
@@ -255,10 +264,12 @@ class FrameRecorder:
         self.frames.append(frame)
         if frame.bad and not self._found:
             self._found = True
-            if self.producer is None:
-                bad_weights, bad_results = ([v for v in some if v.bad] for some in (weights, results))
-                bad = bad_weights or bad_results or [value for value in values if value.bad]
-                self.producer = _producer("weight" if bad_weights else "module", name, frame.type, bad)
+            if self.producer is not None:
+                self.propagators.append(_called(name, frame.type))
+                return
+            bad_weights, bad_results = ([v for v in some if v.bad] for some in (weights, results))
+            bad = bad_weights or bad_results or [value for value in values if value.bad]
+            self.producer = _producer("weight" if bad_weights else "module", name, frame.type, bad)
 
     def _spot(self, name: str, statistics: TensorStatistics) -> None:
         if self._in_backward:

@@ -45,6 +45,7 @@ class RankReport:
     backward_frames: list[Frame] = field(default_factory=list)  # if the first bad value is a gradient
     producer: Producer | None = None  # of the first bad value in the forward
     backward_producer: Producer | None = None  # of the first bad gradient, from good ones
+    propagators: list[str] = field(default_factory=list)  # modules that passed it on
     gradients: list[str] = field(default_factory=list)  # a line for each bad one, as reduced over all ranks
     remedy: Remedy = field(default_factory=Remedy)
     notes: list[str] = field(default_factory=list)
@@ -71,11 +72,9 @@ class RankReport:
             None: self.conclusion(),
         }
         lines += ["", said[self.clean]]
-        if self.rank == 0 and self.gradients:  # they are the same on every rank
-            lines.append("Bad gradients (as reduced over all ranks):")
-            lines += [f"    {gradient}" for gradient in self.gradients[:_NAMED]]
-            if len(self.gradients) > _NAMED:
-                lines.append(f"    ... and {len(self.gradients) - _NAMED} more")
+        lines += _listed("Passed on by", self.propagators)
+        if self.rank == 0:  # they are the same on every rank
+            lines += _listed("Bad gradients (as reduced over all ranks)", self.gradients)
         lines += [f"Note: {note}" for note in self.notes]
         lines += self.remedy.lines()
         return "\n".join(lines)
@@ -88,6 +87,13 @@ class RankReport:
             "frames": [_frame_json(frame) for frame in self.frames],
             "backward_frames": [_frame_json(frame) for frame in self.backward_frames],
         }
+
+
+def _listed(title: str, lines: Sequence[str]) -> list[str]:
+    if not lines:
+        return []
+    more = [f"    ... and {len(lines) - _NAMED} more"] if len(lines) > _NAMED else []
+    return [f"{title}:", *(f"    {line}" for line in lines[:_NAMED]), *more]
 
 
 def combined(occasion: Occasion, parts: Mapping[int, str], why: str) -> str:

@@ -26,7 +26,8 @@ def test_the_figures_of_a_float16_tensor() -> None:
     assert (figures.nan, figures.inf, figures.places) == (1, 2, (2, 3))
     assert math.isnan(figures.abs_max)
     assert figures.range_used == 1.0
-    assert figures.remarks() == "float16: 1 nan, 2 inf, at [2, 3], 100.0% of range"
+    assert (figures.zero, figures.subnormal, figures.flushed) == (1 / 8, 1 / 8, 0)
+    assert figures.remarks() == "float16: 1 nan, 2 inf, at [2, 3], 100.0% of range, 12.5% zero, 12.5% subnormal"
     assert figures.as_json()["abs_max"] == "nan"
 
 
@@ -34,6 +35,7 @@ def test_a_float32_weight_is_measured_in_the_format_it_is_used_in() -> None:
     figures = tensor_statistics(torch.tensor([1e-9, 1e-6, 1.0, 32752.0]), used_as=torch.float16)
     assert figures is not None
     assert figures.used_as == "float16"
+    assert (figures.flushed, figures.subnormal) == (0.25, 0.25)
     assert figures.range_used == pytest.approx(0.5)
 
 

@@ -51,6 +51,7 @@ def test_the_module_the_batch_and_the_sample_are_named(tmp_path: Path, mode: str
     (report,) = detector.reports
     assert report.producer.module == "suspect.1"
     assert report.frames[-1].module == "suspect.1"
+    assert report.propagators[0].startswith("suspect.2 (ReLU)")
     assert not report.notes, "the replay gave the same loss"
     assert report.gradients
     printed = capsys.readouterr().err
