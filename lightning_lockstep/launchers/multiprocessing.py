@@ -15,9 +15,10 @@ import queue
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -176,11 +177,12 @@ def run_in_ranks(
         folder = Path(name)
         given = group, folder, token_for_children(), function, args
         try:
-            # Not Lightning's launch(): its queue holds a result until all have ended, so a large one blocks rank 0.
-            context = mp.start_processes(  # type: ignore[no-untyped-call]
-                _be_rank, given, group.number, False, False, group.start_method
-            )
-            ranks = context.processes
+            with _interrupt_held(group.in_cell):
+                # Not Lightning's launch(): its queue holds a result until all have ended, so a large one blocks rank 0.
+                context = mp.start_processes(  # type: ignore[no-untyped-call]
+                    _be_rank, given, group.number, False, False, group.start_method
+                )
+                ranks = context.processes
             with SignalForwarding(partial(_send, ranks), partial(_send, ranks, signal.SIGKILL)):
                 # Torch sends SIGTERM after the first half of it and SIGKILL after the second.
                 while not context.join(grace_period=group.grace_period / 2):
@@ -203,6 +205,23 @@ def run_in_ranks(
         if preempted is not None:
             raise preempted  # this process, which is no rank, ends with the exit code on which the ranks agreed
         return value
+
+
+@contextmanager
+def _interrupt_held(in_cell: bool) -> Iterator[None]:
+    """Raise the KeyboardInterrupt of a kernel that comes meanwhile at the end, when each forked rank is known."""
+    # Elsewhere Ctrl-C also reaches the ranks, and they end with their parent, which a kernel outlives.
+    if not in_cell or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if arrived:
+        raise KeyboardInterrupt
 
 
 def _send(ranks: Sequence[Any], number: int) -> None:

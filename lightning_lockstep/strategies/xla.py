@@ -294,7 +294,9 @@ class LockstepXLAStrategy(RankLifecycle):
             value = value.float()
         elif value.dtype is torch.bool:
             value = value.int()
-        reduced = current_communicator().all_reduce(value, operation)
+        reduced = current_communicator().all_reduce(value, "sum" if operation == "mean" else operation)
+        if operation == "mean":
+            reduced /= self.world_size
         return reduced.to(tensor.device, tensor.dtype if of_16_bits else None)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

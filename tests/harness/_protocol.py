@@ -20,8 +20,6 @@ class Call:
     sys_path: list[str]
     backend: str | None
     timeout: float
-    ends_soon: bool
-    """Whether nobody asks how the interpreter ends."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.harness.child_site.fork_start import FOLDER
+from tests.harness.child_site.fork_start import ALL, FOLDER
 from tests.harness.patience import patience, wait_until
 from tests.harness.ranks import server_command
 from tests.harness.started import Started
@@ -44,7 +44,7 @@ def why_not() -> str | None:
 
 
 class Cluster(Started):
-    """Two hosts, ``10.77.<n>.1`` (alpha) and ``10.77.<n>.2`` (beta). Use it as a context manager."""
+    """Two hosts, ``10.77.<n>.1`` (alpha) and ``10.77.<n>.2`` (beta); ranks on them are forks. A context manager."""
 
     def __init__(self, *, ipv6: bool = False) -> None:
         number = os.getpid() % 250
@@ -61,13 +61,13 @@ class Cluster(Started):
         ]
         # A killed daemon of Open MPI leaves its folder behind, and a later one of the same process id cannot
         # start beside it: each cluster has a place of its own for them.
-        self._environment = {FOLDER: str(self.folder), "PRTE_MCA_prte_tmpdir_base": str(self.folder)}
+        self._environment = {FOLDER: str(self.folder), ALL: "1", "PRTE_MCA_prte_tmpdir_base": str(self.folder)}
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._servers: list[subprocess.Popen[str]] = []
 
     def start(self, host: int, command: Sequence[str], **options: object) -> subprocess.Popen[str]:
         """Start a command on host 0 or 1, in a session of its own; its output is text through pipes."""
-        # Ranks below it are forks of a process on their host that has imported torch and Lightning already.
+        # It and ranks below it are forks of a process on their host that has imported torch and Lightning already.
         inside = ["ip", "netns", "exec", self.spaces[host], "unshare", "--uts", "sh", "-c"]
         options["env"] = {**(options.get("env") or os.environ), **self._environment}  # type: ignore[dict-item]
         named = f'hostname {("alpha", "beta")[host]}; exec "$@"'
@@ -79,16 +79,6 @@ class Cluster(Started):
             start_new_session=True,
             **options,  # type: ignore[call-overload]
         )
-
-    def start_fork_servers(self) -> None:
-        """Start on each host what ranks are forked from."""
-        sockets = [self.folder / f"forks{host}" for host in (0, 1)]
-        self._servers = [
-            self.start(host, server_command(sys.executable, path), stdin=subprocess.PIPE)
-            for host, path in enumerate(sockets)
-        ]
-        started = wait_until(lambda: all(path.exists() for path in sockets), patience(60))
-        assert started, "the fork servers of the cluster did not start"
 
     def run(self, host: int, command: Sequence[str], timeout: float = 60.0, **options: object) -> tuple[int, str]:
         """Run a command on a host; return (exit code, output). It is ended when the time is up."""
@@ -151,7 +141,7 @@ class Cluster(Started):
     def pids_on(self, host: int) -> list[int]:
         """Return the processes of a host but its ssh daemon and its fork server."""
         listed = subprocess.run(["ip", "netns", "pids", self.spaces[host]], capture_output=True, text=True, check=True)
-        own = [self._daemons[host].pid, *(server.pid for server in self._servers)]
+        own = [one.pid for one in (*self._daemons, *self._servers)]
         return [pid for pid in map(int, listed.stdout.split()) if pid not in own]
 
     def kill(self, pids: Sequence[int]) -> None:
@@ -191,8 +181,17 @@ class Cluster(Started):
             ip("-n", space, "address", "add", f"{address}/{prefix[0]}", *prefix[1:], "dev", cable)
             if self._ipv6:
                 ip("-n", space, "address", "delete", "127.0.0.1/8", "dev", "lo")
-        if self._ipv6:
-            return
+        sockets = [self.folder / f"forks{host}" for host in (0, 1)]
+        self._servers = [
+            self.start(host, server_command(sys.executable, path), stdin=subprocess.PIPE)
+            for host, path in enumerate(sockets)
+        ]
+        if not self._ipv6:
+            self._start_daemons()
+        started = wait_until(lambda: all(path.exists() for path in sockets), patience(60))
+        assert started, "the fork servers of the cluster did not start"
+
+    def _start_daemons(self) -> None:
         for host in (0, 1):
             self.start_sshd(host)
         reach = ["ssh", *self.ssh_args, "-o", "BatchMode=yes", self.addresses[1], "true"]

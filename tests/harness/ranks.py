@@ -69,7 +69,7 @@ def run_ranks_raw(
     costs.may_start("ranks")
     folder = Path(tempfile.mkdtemp(prefix="ranks.", dir=_start_server()))
     timeout = patience(timeout)
-    call = Call(pickle.dumps((fn, args)), list(sys.path), backend, timeout, ends_soon=linger is not None)
+    call = Call(pickle.dumps((fn, args)), list(sys.path), backend, timeout)
     try:
         (folder / "call").write_bytes(pickle.dumps(call))
         with reserve_port() as port:

@@ -29,7 +29,6 @@ def cluster() -> Iterator[Cluster]:
     if reason:
         pytest.skip(reason)
     with Cluster() as made:
-        made.start_fork_servers()
         yield made
 
 

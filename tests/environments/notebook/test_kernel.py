@@ -95,6 +95,23 @@ def test_interrupt_ends_all_ranks_also_those_that_do_not_listen(kernel: Kernel) 
     assert kernel.run("1 + 1").result == "2"
 
 
+def test_interrupt_while_a_rank_is_forked_ends_it_too(kernel: Kernel) -> None:
+    output = kernel.run("""
+        fork = os.fork
+        def interrupted_fork():
+            if (pid := fork()):
+                os.kill(os.getpid(), signal.SIGINT)
+            return pid
+        os.fork = interrupted_fork
+        try:
+            notebook_launcher(time.sleep, (1000,), 2, grace_period=1)
+        finally:
+            os.fork = fork
+    """)
+    assert output.error == "KeyboardInterrupt: all ranks have ended."
+    assert ranks_of(kernel) == []
+
+
 def test_a_trainer_starts_ranks_from_a_cell(kernel: Kernel) -> None:
     """A rank that is killed is named, and the kernel is fit for a next Trainer."""
     output = kernel.run("""

@@ -20,8 +20,10 @@ from typing import Any
 
 #: The variable that brings ranks which a launcher starts to the fork servers: the folder of their sockets.
 FOLDER = "LOCKSTEP_TEST_FORKS"
+#: With this one not only ranks do: all Python programs of a cluster, which no fork server starts by itself.
+ALL = "LOCKSTEP_TEST_FORKS_ALL"
 # A rank has one of these.
-_OF_RANKS = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_OF_RANKS = (ALL, "RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 #: What an interpreter or a library reads when it starts, which a fork has behind it, but for what the fork is given.
 READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "TORCH")
 #: (Without that level of logging a fork could print a warning more.)
