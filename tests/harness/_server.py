@@ -256,9 +256,12 @@ def end(code: int) -> None:
         sys.exit(code)
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    try:
+        for stream in (sys.stderr, sys.stdout):
+            if not stream.closed:
+                stream.flush()
+    except Exception:
+        code = 120  # Python's own for this
     os._exit(code)
 
 
