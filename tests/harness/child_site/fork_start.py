@@ -20,9 +20,9 @@ from typing import Any
 
 #: The variable that brings ranks which a launcher starts to the fork servers: the folder of their sockets.
 FOLDER = "LOCKSTEP_TEST_FORKS"
-#: With this one not only ranks do: all Python programs of a cluster, which no fork server starts by itself.
+#: With this one every Python program becomes a fork, not only a rank: those that a test starts on a host of a cluster.
 ALL = "LOCKSTEP_TEST_FORKS_ALL"
-# A rank has one of these.
+# What becomes a fork has one of these; all but the first are a rank's.
 _OF_RANKS = (ALL, "RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 #: What an interpreter or a library reads when it starts, which a fork has behind it, but for what the fork is given.
 READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "TORCH")
