@@ -76,6 +76,13 @@ COSTS = [
         "lockstep_fsdp",
     ),
     Cost(
+        "one of 4 ranks killed: next step",
+        "torchrun's restart",
+        "recovery",
+        "rank 2 killed in step 80: from the kill to the next step",
+        "ours",
+    ),
+    Cost(
         "one check of `ReplicaCheck`, T5",
         "a step",
         "replica_check",
