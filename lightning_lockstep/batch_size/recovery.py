@@ -62,8 +62,8 @@ def _cut(batch: Any, samples: int, start: int, end: int) -> Any:
 
 def merged_extra(extras: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
     """Return what a training step returned in addition to the loss, as one step on the whole batch would have."""
-    # Single numbers are averaged with the weights, tensors with one entry per sample are joined, and of anything else
-    # the first is taken.
+    # Single numbers are averaged with the weights, tensors with dimensions are joined along the first, and of
+    # anything else the first part's is taken.
     merged: dict[str, Any] = {}
     for key, first in extras[0].items():
         values = [extra[key] for extra in extras if key in extra]
@@ -135,7 +135,7 @@ def _together(key: tuple[str, int], parts: Sequence[LogRecord]) -> tuple[Any, di
     sizes: list[Any] = [call.options.get("batch_size") for call in calls]
     if None not in sizes:  # else Lightning takes that of the whole batch
         samples = [part.samples for part in parts]
-        # If each part has 1, or the size of the whole batch, it is the program's own constant, not read from the part.
+        # If all are 1, or all the size of the whole batch, it is a constant of the program, not read from the part.
         fixed = sizes != samples and set(sizes) in ({1}, {sum(samples)})
         options["batch_size"] = sizes[0] if fixed else sum(sizes)
         weights = weights if fixed or not sum(sizes) else sizes

@@ -109,8 +109,8 @@ class TrialRunner:
             owed=untouched_buckets(trainer.strategy.model),
         )
         self.on_cpu = self.limit.device.type == "cpu"
-        # If oneDNN has once had no memory for the code of a convolution in a thread, that thread can run no new
-        # convolution any more. So trials of convolutions do not run in the thread that trains.
+        # Once oneDNN has run out of memory for the code of a convolution in a thread, that thread can run no
+        # new convolution. So trials of convolutions do not run in the thread that trains.
         self._compiles = self.on_cpu and any(isinstance(one, _CONVOLUTIONS) for one in module.modules())
 
     def preserved(self) -> AbstractContextManager[None]:
@@ -242,10 +242,10 @@ def run_search(search: SizeSearch, trials: TrialRunner, margin: float) -> tuple[
 
 
 def _with_margin(search: SizeSearch, trials: TrialRunner, margin: float) -> int:
-    """Return the size that is smaller than the largest that fits by the margin, after trying it too."""
+    """Return the largest size that fits less the margin, or a smaller one, that a trial has confirmed."""
     smaller = first = max(1, int(search.low * (1 - margin)))
     if search.low >= search.max_val or smaller == search.low:
-        return search.low  # no larger size was to be tried, so the memory limit need not be near
+        return search.low  # the margin is nothing, or no larger size was to be tried: the limit need not be near
     while smaller >= 1:
         if trials.run(smaller).fits:
             return smaller

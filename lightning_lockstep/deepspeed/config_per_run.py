@@ -199,7 +199,7 @@ class RunConfig:
         for line in replaced:
             self._say(line)
         if device_type == "cpu" or self._may_adapt:
-            # DeepSpeed then takes torch's optimizers for offloading, which it refuses because its own are faster.
+            # DeepSpeed refuses torch's optimizers for offloading, as its own are faster; this key makes it take them.
             self.given.setdefault("zero_force_ds_cpu_optimizer", False)
 
     def of_fit(self, trainer: Any, *, precision: str, world_size: int) -> dict[str, Any]:

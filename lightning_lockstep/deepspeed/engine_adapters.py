@@ -1,7 +1,7 @@
 """What DeepSpeed's engines keep private: one class for each way in which an optimizer keeps gradients and state.
 
 `adapter_of` finds the class for an engine. DeepSpeed has public functions for whole gradients, which gather them from
-all ranks, and none for its loss scale, for a skipped step or for the state that other ranks have saved.
+all ranks, and none for its loss scale, to have a step skipped, or for the state that other ranks have saved.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StepOutcome:
 
 
 class EngineAdapter(StepGradients):
-    """An engine with an optimizer that no class below knows, such as one that does not train."""
+    """The base of the classes below; itself for an optimizer that none of them knows, or for none."""
 
     divided = True
     mark = ""  # the attribute by which an optimizer is known
@@ -201,7 +201,7 @@ class Zero(EngineAdapter):
 
     def set_for_trial(self, passes: int) -> None:
         super().set_for_trial(passes)
-        # The limit on a CPU counts all of a bucket, of which a run fills, and so takes, only what gradients need.
+        # The memory limit of a CPU counts a whole bucket, but a run touches only what its gradients fill.
         if self.engine.device.type == "cpu":
             parameters = self.engine.module.parameters()
             numel = sum(getattr(parameter, "ds_shape", parameter.shape).numel() for parameter in parameters)
@@ -221,7 +221,7 @@ class FlatGroups(EngineAdapter):
     def pieces(self, rank: int) -> list[list[Pieces]]:
         """Return what is in the vectors of this rank, by groups."""
         found: list[list[Pieces]] = []
-        # After each parameter, if it is aligned.
+        # Padding after each parameter, if DeepSpeed aligns them.
         gaps = getattr(self.optimizer, "round_robin_bit16_padding", None)
         for number, group in enumerate(self.parameter_groups()):
             (vector,) = self.torch_optimizer.param_groups[number]["params"]

@@ -175,7 +175,7 @@ def _reattach(tensor: Tensor, data: Tensor, grad: Tensor | None, flag: bool) -> 
 # the size of the real answer. The parameters that it gathers are then not the model's, but take the same memory;
 # `EngineState` above puts everything back.
 
-_NOT_TRIED = ("flops_profiler", "autotuning", "hybrid_engine", "zenflow", "data_efficiency")
+_NOT_TRIED = ("flops_profiler", "autotuning", "hybrid_engine", "data_efficiency")
 
 
 class EngineTrials:
@@ -196,6 +196,7 @@ class EngineTrials:
     def why_not_possible(self) -> str:
         """Return why the engine cannot make a step on one rank alone, or nothing."""
         used = [name for name in _NOT_TRIED if section(self._given, name).get("enabled") is True]
+        used += ["zenflow"] if is_given(section(self._given, "zero_optimization").get("zenflow")) else []
         for name in ("offload_optimizer", "offload_param"):
             is_on_disk = section(self._given, "zero_optimization", name).get("device") == "nvme"
             used += [f"{name} to NVMe"] if is_on_disk else []

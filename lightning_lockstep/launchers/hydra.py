@@ -192,7 +192,7 @@ def without_hydra(config: DictConfig) -> DictConfig:
 
 
 def config_to_text(config: DictConfig | None, *, with_classes: bool = False) -> str:
-    """Return a configuration as text, with the names of its dataclasses if ``with_classes``; never Hydra's own."""
+    """Return a configuration as text, with enums, and with dataclasses if ``with_classes``; without Hydra's own."""
     from omegaconf import OmegaConf
 
     if config is None:

@@ -7,8 +7,8 @@
       the first host which ends                  advanced one, calls the function of the Trainer
     on the first host: hosts the store         a member is lost: its waits end, it drops the group, and begins
       a rank ends by a signal, or a host does    again with the members that are left; if it is a spare, it
-      not answer: publishes who is left, has     takes the place of one
-      a process started in its place, and      a process that was started later has reached the Trainer: the
+      not answer: publishes who is left; with    takes the place of one
+      spares has a process started for it, and a process that was started later has reached the Trainer: the
       publishes again when that is ready         same, with one member more
     ends as they end
 

@@ -5,7 +5,7 @@ on a padding sample, because the other ranks may wait for it. What the step adds
 is taken away again, so that not even nan stays; in an evaluation also what the module keeps itself.
 
 Lightning's logger connector says when a batch begins and ends and when the values of an epoch are read, in training as
-in evaluation. Here its methods that do so are extended, and of the loops how they run, log and predict.
+in evaluation. Here its methods that do so are extended, and the loops' methods that run, log and predict.
 
 At the end of an epoch what the ranks have logged is combined, each value with the weight that Lightning has given it.
 Each combination is a gather over the side channel, so that a rank at the end of its batches waits in no collective
@@ -178,7 +178,7 @@ class Counting:
         log(*args, **options)
 
     def _reduce(self, reduce: Callable[..., Any], value: Any, group: Any = None, reduce_op: Any = None) -> Any:
-        """Reduce a value logged at a step, in which a rank counts by its samples; sums of an epoch as they are."""
+        """Reduce a value logged at a step, each rank weighted by its samples; sums of an epoch are not weighted."""
         results = self.trainer._results
         if self.sizes is not None and results is not None and results.batch is not None:
             own, total = self.sizes

@@ -80,7 +80,7 @@ def micro_batches(size: int, count: int) -> tuple[int, ...]:
 # -- What a sampler gives in an epoch --
 
 Order = list[Any] | NDArray[Any]  # an array if it holds numbers alone: 8 bytes for each
-_TOO_MANY = 100  # a sampler without a length that gives this many times the data set is taken for endless
+_TOO_MANY = 100  # a sampler without a length that gives this many times the dataset, and a million, counts as endless
 
 
 def seed_of_run() -> int:
@@ -350,7 +350,7 @@ class GlobalBatches(Sampler[Any]):
         }
 
     def go_on(self, record: dict[str, Any], point: ResumePoint, accumulated: int | None) -> tuple[int, bool]:
-        """See :func:`lightning_lockstep.loaders.positions.go_on`."""
+        """See :func:`lightning_lockstep.loaders.positions.go_on`; ``None``: the batch keeps its number."""
         states = record.get("draws_from", {})
         unit = record.get("units", {}).get(point.seen)
         begins_at = self.position(since_begin(point.seen, len(self))) if unit is None else unit

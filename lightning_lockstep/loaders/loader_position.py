@@ -1,4 +1,4 @@
-"""A resumed run is the run that was never stopped: next batch of data, random numbers, schedulers, validation.
+"""A resumed run continues as if it had never stopped: next batch of data, random numbers, schedulers, validation.
 
 Lightning's checkpoints count the batches of an epoch, and a resumed run counts on from there, but its loaders begin
 their epoch again: batches are seen twice and the last ones never. Here every training loader begins where the
@@ -198,6 +198,7 @@ class _Resume:
         # states come later: what the program makes until the training starts is the same on all ranks.
         if not self.point.within_epoch:
             _restore_generators(loader, record)
+        # Several loaders must stay in step, so none of them begins at a batch with another number.
         accumulated = trainer.accumulate_grad_batches if len(self.records) == 1 else None
         self.batches, is_sure = go_on(loader, record, self.point, accumulated)
         if self.point.within_epoch and not is_sure and self._communicator.is_main:

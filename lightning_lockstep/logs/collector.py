@@ -222,8 +222,8 @@ class Collector:
     def take(self, topic: str, rank: int, call: LogCall) -> None:
         """Take a line of a rank; returns at once."""
         self._queued.append((topic, rank, call, time.monotonic()))
-        # If no window is open, a line of rank 0 can only wait, and no thread is woken. That which opens a window later
-        # takes this line along, because it was queued before the check here.
+        # If no window is open, a line of rank 0 can only wait, and no thread is woken. The line that opens one
+        # later takes this one along, because it was queued before the check here.
         if rank or self.windows:
             self._wake.put(None)
 

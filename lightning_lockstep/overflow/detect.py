@@ -183,8 +183,8 @@ class Detection:
             gradients_bad = with_gradients and self._gradients_are_bad(optimizer)
             bad_steps = (step for step in steps if any(map(has_bad_values, self._values(step))))
             origin = origin or next(bad_steps, None)
-        # A mean over ranks carries a nan of any rank into the gradients of all, so nothing is sent without a hit,
-        # unless each rank holds only a part of the gradients or they are not looked at.
+        # A mean over ranks carries a nan of any rank into the gradients of all, so nothing need be sent. If each rank
+        # holds a part of the gradients, if they are not looked at, and after the last step, all ranks ask.
         is_bad = gradients_bad
         if self._spreads and self._settings.gradients and not ask:
             if origin is not None and not gradients_bad:

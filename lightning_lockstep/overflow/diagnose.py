@@ -17,7 +17,7 @@ from lightning_lockstep.steps.capabilities import StepGradients, missing_capabil
 
 
 class BadStepDiagnosis:
-    """Finds out about a step with a bad value that all ranks know of; each method is called on all of them."""
+    """Diagnoses a step with a bad value that all ranks know of; each method is called on all of them."""
 
     def __init__(
         self, trainer: Trainer, module: LightningModule, publisher: ReportPublisher, gradients: StepGradients
@@ -140,9 +140,9 @@ class BadStepDiagnosis:
         return report
 
     def _add_findings(self, report: RankReport, recorder: FrameRecorder, record: StepRecord) -> None:
-        if recorder.found_bad_values or not isinstance(recorder.error, UnansweredCollectiveError):
-            if recorder.error is not None:  # before the loss was there, which `found_bad_values` looks at
-                recorder.loss = record.loss
+        if recorder.error is not None and not isinstance(recorder.error, UnansweredCollectiveError):
+            recorder.loss = record.loss  # it failed before it had a loss, so the one of the step is judged
+        if recorder.error is None or recorder.found_bad_values:
             report.clean = not recorder.found_bad_values
         report.frames = list(recorder.frames)
         report.producer, report.propagators = recorder.producer, recorder.propagators

@@ -31,7 +31,7 @@ _NAMED = 12
 _WITHOUT_PRODUCER = {
     True: "clean; the bad value did not originate here",
     False: "code of training_step or of the LightningModule's own backward made it; no submodule did",
-    None: "the batch was not replayed here",
+    None: "the batch was not replayed here, or not to its end",
 }
 
 
@@ -49,7 +49,7 @@ class RankReport:
     gradients: list[str] = field(default_factory=list)  # a line for each bad one, as reduced over all ranks
     remedy: Remedy = field(default_factory=Remedy)
     notes: list[str] = field(default_factory=list)
-    clean: bool | None = None  # replaying gave no bad value on this rank; None: it was not replayed
+    clean: bool | None = None  # replaying gave no bad value on this rank; None: it was not replayed to its end
 
     def conclusion(self) -> str:
         first = self.producer or self.backward_producer

@@ -1,6 +1,6 @@
 """Checksums on their way to rank 0, compared as soon as all have come; if they differ, all ranks meet.
 
-    every rank, after its n-th batch              rank 0, receiving thread
+    every rank, after the same batches            rank 0, receiving thread
     --------------------------------              ------------------------
     check: a number for all that      --------->  all have come: equal, or note what is to be asked
            is to be equal                         and request a stop (`stop_agreement`)

@@ -44,8 +44,8 @@ def isolated(
     plain_module: bool = True,  # False: the strategy's wrapper or engine makes the steps
 ) -> Iterator[list[str]]:
     """Keep steps of the body from callbacks, loggers, the profiler and other ranks."""
-    # The strategy runs the module itself and not its distributed wrapper, so no gradient is reduced. ``self.log`` does
-    # nothing. Collectives are answered on this rank, as if every rank held what this rank holds; see
+    # By default the strategy runs the module itself and not its distributed wrapper, so no gradient is reduced.
+    # ``self.log`` does nothing. Collectives are answered on this rank, as if every rank held what this rank holds; see
     # :mod:`lightning_lockstep.distributed.local_collectives`. If the body needs data of another rank, it gets an
     # ``UnansweredCollectiveError``.
     strategy, run = trainer.strategy, cast(Any, trainer)  # its annotations leave some of these out

@@ -95,7 +95,7 @@ class BatchPlace(NamedTuple):
 class SampleNumbers(TorchFunctionMode):
     """The mode of training steps and their backward: random numbers by sample, batch norm of the global batch."""
 
-    # A mode that sees every operator below torch's functions costs 4 us for each of them, so that one is on only
+    # A mode that sees every operator below torch's functions costs 4 us for each of them, so it is on only
     # within the functions that are known to draw. This one costs 1.4 us a function.
 
     def __init__(self, seed: int, *, numbers: bool = True, norm: bool = False) -> None:
@@ -286,7 +286,7 @@ _RATES: dict[Any, tuple[tuple[int, str, Any], ...]] = {
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
-    """Return whether a call of one of them draws."""
+    """Return whether a call of a function in `DRAWING` draws."""
     if func in _RATES:
         rates = (args[i] if len(args) > i else kwargs.get(name, other) for i, name, other in _RATES[func])
         return all(one > 0 for one in rates)

@@ -1,12 +1,13 @@
 """Who the ranks of a run are while processes of it are lost: the first process publishes it, each rank follows.
 
-A generation is a list of members, in the order of their ranks; the end of a process by a signal makes the next one, in
-which a spare process may take a place. The first process, which is no rank, hosts the store in which this stands:
+A generation is a list of members, in the order of their ranks. The next one begins when a process ends by a signal,
+when a spare process is ready to take a place, or when a member asks for another try. The first process, which is not a
+rank, hosts the store in which this stands:
 
 ======================= ===========================================================================================
 ``members/<n>``         generation n: its members, and whose end made it; or that this ends the run
 ``ready/<n>/<member>``  this member connects next; its host, process id and addresses
-``done/<n>/<call>/...`` this member has reached the end of a call of a Trainer
+``done/<n>/<call>/<m>`` this member has reached the end of a call of a Trainer
 ``waits/<member>``      this process has reached a call of a Trainer
 ``first_call``          "over", or "joins" while others join, before the end of the script's first call of a Trainer
 ``asks/<n>``            why the run is to end; empty if the members could not connect, though all of them live
@@ -51,12 +52,12 @@ from lightning_lockstep.errors import CollectiveStallError, LaunchError, RankFai
 
 _FIRST_CALL = "first_call"
 _FOREVER = timedelta(days=3650)
-_CONNECT_WITHIN = timedelta(minutes=5)  # with the store
+_CONNECT_WITHIN = timedelta(minutes=5)  # to the store
 # How often a rank looks whether others have come, or are lost [s].
 _LOOK_EVERY = 0.02
 # How long a rank whose collective has broken waits for the news that a member is lost [s].
 _NEWS_WITHIN = 5.0
-# How often members that all live try to connect.
+# How many times members that all live try to connect.
 _TRIES = 5
 
 
@@ -86,7 +87,7 @@ class HostedMembers:
         return self._store.check(["members/0"])
 
     def request(self) -> str | None:
-        """Return why a member of this generation asks for the end of the run, or "" for another try, if one does."""
+        """Return why a member asks for the end of the run, or "" if it asks for another try; None if none asks."""
         key = f"asks/{self.current.number}"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
@@ -160,7 +161,7 @@ class Membership:
 
     @property
     def outdated(self) -> bool:
-        """Whether a member of this generation is lost."""
+        """Whether a newer generation is published."""
         return self.newest.number > self.current.number
 
     def lost_since(self, number: int) -> list[tuple[Generation, FailureRecord]]:

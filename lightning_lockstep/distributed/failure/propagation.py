@@ -2,7 +2,8 @@
 
 The ranks agree on the first failure (:mod:`~.attempt`). From then on each of them has this time:
 
-    failure is known          1 s later                 end of the grace period           6 s later
+    failure is known          1 s later; at once        nearly the end of the             6 s later
+                              for one of the guard      grace period
     |-------------------------|-------------------------|---------------------------------|
     raises at the boundary    an interrupt raises in    ended by force, unless it has     ended by force,
     of a step                 what it waits in, and     raised its own error or is        though its error
@@ -265,7 +266,7 @@ class FailurePropagation:
             # Destructors wait for peers, and to free the compiler that has read call sites takes seconds.
             exit_plan.force_exit_at_shutdown(first.exit_code, unless_caught=True)
         elif is_ours:
-            self.attempt.record = None  # they may still meet, as to save a checkpoint
+            self.attempt.record = None  # they may still meet, for example to save a checkpoint
         else:
             report.deadline, report.exit_code = self._time_to_exit, first.exit_code
             if is_first:
@@ -283,7 +284,7 @@ class FailurePropagation:
 
     def _exit_first(self, error: BaseException, first: FailureRecord) -> None:
         """Settle how the program of the rank that failed first exits, if it does not catch the error."""
-        # Of a SystemExit Python prints nothing, and nobody can see later whether the program has caught it.
+        # Python prints nothing for a SystemExit, and nobody can see later whether the program has caught it.
         exits = isinstance(error, SystemExit)
         report = first.printed() if exits and self.attempt.prints_report and exit_plan.note is None else ""
         exit_plan.force_exit_at_shutdown(first.exit_code, report, unless_caught=not exits)

@@ -276,7 +276,7 @@ class _Case:
         return plain_table(("rank", "operation", "dtype", "shape", "called from / now at", ""), rows)
 
     def _raised_in(self, rank: int) -> CollectiveCall | None:
-        """Return the call about which the asker's backend has raised, unless it still is recorded as incomplete."""
+        """Return the call about which the asker's backend has raised, unless it is still recorded as incomplete."""
         state = self.states[rank]
         is_asker = rank == self.request.rank and self.request.raised
         return state.call(self.asked) if is_asker and self.asked and not state.outstanding else None

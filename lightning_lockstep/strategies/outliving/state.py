@@ -54,7 +54,7 @@ class Memory:
 class _Hooks:
     """Hooks that are running now; after a loss they run again."""
 
-    where: Literal["", "batch", "validation", "epoch"] = ""  # after a batch, ..., at the end of an epoch
+    where: Literal["", "batch", "validation", "epoch"] = ""  # after what; "": none is running
     put_back: list[Callable[[], object]] = field(default_factory=list)  # what they change
     saved: list[Any] = field(default_factory=list)  # paths of checkpoints
 
@@ -69,7 +69,7 @@ class RunState:
         self.rows = LoggedRows()
         self.memory: Memory | None = None  # until the run has begun from it
         self._in_run = False  # whether weights, optimizers and counters are those of the run
-        self._followed: Any = None  # a Trainer that tells of its batches, hooks and logs
+        self._followed: Any = None  # the Trainer whose batches, hooks and logs this follows
         self._at_begin = RandomState()  # of the call
         self._before_step = -1, self._at_begin  # its number, and the random states before it
         self._buffers: BufferCopies | None = None  # before the step

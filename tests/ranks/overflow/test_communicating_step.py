@@ -73,6 +73,21 @@ class FailsAgain(Contrastive):
         return super().training_step(batch, batch_idx)
 
 
+class FailsAfterABadGradient(Task):
+    """The loss is finite and a gradient of rank 1 is nan; the same batch raises when it comes a second time."""
+
+    seen: set[int] = set()  # noqa: RUF012  as above
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        out = self(batch)
+        if self.global_rank == 1 and batch_idx == BATCH:
+            if batch_idx in self.seen:
+                raise RuntimeError("raised in the replay only")
+            self.seen.add(batch_idx)
+            out.register_hook(lambda gradient: gradient * torch.nan)
+        return out.square().mean()
+
+
 class Passes(Task):
     """Sends the mean of its rows to the other rank and receives that rank's: nothing to answer alone."""
 
@@ -95,6 +110,7 @@ MODELS: dict[str, Any] = {
     "in place": lambda: Contrastive("in place"),
     "difference": lambda: Difference(Explode()),
     "fails again": lambda: FailsAgain("in place"),
+    "fails after a bad gradient": lambda: FailsAfterABadGradient(),
     "messages": lambda: Passes(Explode()),
 }
 
@@ -165,4 +181,12 @@ def test_a_replay_that_fails_on_one_rank_keeps_no_other_waiting(both: list[dict[
     zero, one = (each["fails again"] for each in both)
     assert zero["error"] == one["error"]
     assert "clean; the bad value did not originate here" in lines_of(zero["error"], 0)
+    assert one["notes"] == ["Replaying the batch failed: RuntimeError: raised in the replay only"]
+
+
+def test_a_replay_that_fails_clears_its_rank_of_nothing(both: list[dict[str, Any]]) -> None:
+    zero, one = (each["fails after a bad gradient"] for each in both)
+    assert zero["error"] == one["error"]
+    assert "clean; the bad value did not originate here" in lines_of(zero["error"], 0)
+    assert "the batch was not replayed here, or not to its end" in lines_of(zero["error"], 1)
     assert one["notes"] == ["Replaying the batch failed: RuntimeError: raised in the replay only"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from lightning_lockstep._lightning import Precision
 from lightning_lockstep.deepspeed.config_per_run import refuse_or_adapt
 from lightning_lockstep.deepspeed.engine import resolve_deepspeed_precision
+from lightning_lockstep.deepspeed.engine_trials import EngineTrials
 from lightning_lockstep.deepspeed.importing import import_deepspeed, needed_builders
 from lightning_lockstep.errors import ConfigurationError
 from tests.models.deepspeed.example_configs import NVME, OFFLOADED, PARTLY_OFFLOADED, RATIO, optimizer, zero
@@ -129,3 +131,8 @@ def test_float16_without_zero_or_on_such_a_cpu(
     except (ConfigurationError, ValueError) as error:
         said = str(error)
     assert said.startswith(expected) and bool(said) is bool(expected)
+
+
+def test_a_search_does_not_try_zenflow():
+    trials = EngineTrials(SimpleNamespace(model=None), zero(zenflow={"topk_ratio": 0.1}))
+    assert trials.why_not_possible().startswith("zenflow of the config of DeepSpeed")
