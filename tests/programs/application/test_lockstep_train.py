@@ -16,7 +16,7 @@ from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import CheckOptions
 from tests.harness import ScriptOutcome, run_script, start_script
 from tests.harness.patience import wait_until
-from tests.models.application.command_lines import MINE, TORCHRUN, TRAIN, path_with
+from tests.models.application.command_lines import MINE, TRAIN, path_with
 
 QUICK = ("trainer.enable_progress_bar=false", "trainer.accelerator=cpu")
 SAME = (*QUICK, "data.global_batch_size=64", "trainer.max_epochs=2")
@@ -63,15 +63,6 @@ def of_one(place: Path) -> Run:
     return trained(TRAIN, *arguments, cwd=place, folder=place / "runs" / "one")
 
 
-@pytest.fixture(scope="module")
-def cut(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Ranks of torchrun that do as the two, and end after 30 of 42 steps."""
-    cwd = tmp_path_factory.mktemp("torchrun")
-    made = trained(TORCHRUN, *SAME, "trainer.max_steps=30", "logger=[csv]", cwd=cwd, folder=cwd)
-    [folder] = (cwd / "outputs" / "train").iterdir()
-    return Run(made.outcome, folder)
-
-
 def test_two_ranks_learn_the_digits_and_make_one_folder(of_two: Run, place: Path) -> None:
     assert len(column(of_two.folder / "csv" / "metrics.csv", "train_loss")) == 42
     result = of_two.summary
@@ -89,29 +80,6 @@ def test_one_rank_learns_the_same(of_one: Run, of_two: Run) -> None:
     # The sums of one and of two ranks differ by a rounding, which every step makes larger; in float64 they stay
     # together (tests/ranks/same_numbers).
     assert max(abs(a - b) for a, b in list(zip(*losses, strict=True))[:11]) < 1e-5
-
-
-def test_torchrun_makes_one_folder(cut: Run, of_two: Run) -> None:
-    result = cut.summary
-    assert (result["steps"], result["ranks"]) == (30, 2)
-    assert {"val_loss", "val_acc", "test_loss"} <= set(result["metrics"])
-    of_epoch_0 = column(cut.folder / "csv" / "metrics.csv", "val_loss")[0]
-    assert result["metrics"]["val_loss"] != of_epoch_0, "it ended in mid-epoch, so it was validated once more"
-    assert (cut.folder / "checkpoints" / "last.ckpt").is_file()
-    assert not list(cut.folder.rglob("*.log")), "nothing was logged"
-    losses = column(of_two.folder / "csv" / "metrics.csv", "train_loss")
-    assert column(cut.folder / "csv" / "metrics.csv", "train_loss") == losses[:30]
-
-
-def test_a_run_of_torchrun_goes_on_with_the_next_batch(cut: Run, of_two: Run) -> None:
-    arguments = (*SAME, "ckpt_path=auto", f"hydra.run.dir={cut.folder}", "test=false")
-    resumed = trained(TORCHRUN, *arguments, cwd=cut.folder, folder=cut.folder)
-    losses = column(of_two.folder / "csv" / "metrics.csv", "train_loss")
-    assert column(cut.folder / "csv" / "attempt-1" / "metrics.csv", "train_loss") == losses[30:]
-    assert resumed.outcome.stderr.count("lightning-lockstep: resuming from ") == 1
-    assert resumed.outcome.stderr.count(", optimizer step 30") == 1, resumed.outcome.stderr
-    assert resumed.summary["steps"] == 42
-    assert resumed.summary["files"]["resumed from"] == str(cut.folder / "checkpoints" / "last.ckpt")
 
 
 def test_ctrl_c_says_how_far_the_run_came_and_how_it_goes_on(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import sys
 
 from tests.harness import run_script
@@ -61,14 +60,3 @@ def test_the_help_of_a_users_own_program_does_not_either() -> None:
     code = "import sys, lightning_lockstep.train; print(*sorted({'torch', 'lightning'} & sys.modules.keys()))"
     outcome = run_script([sys.executable, "-c", code, "--help"], fresh=True)
     assert (outcome.returncode, outcome.stdout) == (0, "\n"), outcome.output
-
-
-def test_nodes_started_by_hand_do_not_wait_for_each_other_to_show_help() -> None:
-    """At the port where they would meet somebody else listens, so an attempt to meet is an error."""
-    questions = ("--help", "--cfg job")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
-        first, second = (asked(*questions, **place, NODE_RANK=number) for number in "01")
-    for question in questions:
-        assert ASKED[question] in first[question] and "Traceback" not in first[question], first
-        assert second[question].strip() == "", second

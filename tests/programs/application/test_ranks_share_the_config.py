@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -51,33 +50,6 @@ def test_ranks_that_the_strategy_starts(tmp_path: Path) -> None:
     assert "rank 1" not in logs(tmp_path)[0]
     assert "rank 1 was here" in outcome.output, "its console stays"
     assert "Experimental rerun" not in outcome.output
-
-
-def torchrun(*arguments: str, env: dict[str, str], cwd: Path) -> Any:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        *arguments,
-    ]
-    return run_script(command, env=env, cwd=cwd, timeout=120)
-
-
-def test_a_sweep_of_ranks_that_torchrun_starts(tmp_path: Path) -> None:
-    env = {"ECHO_TO": str(tmp_path)}
-    outcome = torchrun(str(ECHO), "-m", "part.value=1,2", TRICKY, env=env, cwd=tmp_path)
-    assert outcome.returncode == 0, outcome.output
-    jobs = echoed(tmp_path, jobs=2)
-    for number, (first, second) in enumerate(jobs):
-        assert first == second
-        assert first["part"]["value"] == number + 1
-        assert first["text"] == TRICKY_VALUE
-    assert [Path(name).name for name in run_folders(tmp_path)] == ["0", "1"]
-    assert len(logs(tmp_path)) == 2
-    assert not any("rank 1" in text for text in logs(tmp_path))
 
 
 def test_ranks_that_srun_starts(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -115,30 +114,6 @@ def test_a_rank_whose_starter_is_gone_before_they_met_ends_too() -> None:
     outcome = run("orphan")
     assert outcome.returncode == -signal.SIGTERM
     assert "the process that started this rank has exited" in last_lines(outcome.stderr, 1)
-
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
-def test_under_torchrun_the_summary_names_the_rank_that_failed(tmp_path: Path) -> None:
-    outcome = run_script([*TORCHRUN, str(SCRIPT), "raise@1"], timeout=LIMIT, cwd=tmp_path)
-    assert not outcome.timed_out
-    assert outcome.returncode == 1
-    end = last_lines(outcome.stderr, 4)
-    assert f"ValueError: boom in training_step\n  {SAVED}" in end
-    check_kept(tmp_path, 1, "ValueError: boom in training_step")
-    # Once and last; of the other rank there is one line.
-    assert outcome.stderr.count("Traceback (most recent call last):\n  ...") == 1, outcome.stderr
-    others, _, cause = outcome.stderr.rpartition("Root Cause (first observed failure)")
-    assert re.search(r"rank +: 1 ", cause) and "another rank failed first: rank 1 of 2" in others
-
-
-def test_torchruns_sigterm_to_the_others_is_not_taken_for_the_failure(tmp_path: Path) -> None:
-    """Rank 0 waits for the other one's numbers, in no collective that could break, as torchrun ends it."""
-    outcome = run_script([*TORCHRUN, str(SCRIPT), "end@1"], timeout=LIMIT, cwd=tmp_path)
-    assert outcome.returncode == 1 and not outcome.timed_out, outcome.output
-    assert re.search(r"lightning-lockstep: rank 1 of 2 .*its process has ended", outcome.stderr), outcome.output
-    assert "received SIGTERM" not in outcome.output
 
 
 def test_two_nodes_started_by_hand() -> None:
