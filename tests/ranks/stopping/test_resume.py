@@ -1,7 +1,7 @@
 """A resumed epoch goes on with the next batch, sample for sample, whatever the loader and the stop.
 
-The other loaders are in ``tests/variants``; stops by ``max_steps`` and other numbers of ranks among the random
-programs; those by signals and breakpoints in ``test_fit.py`` and ``tests/ranks/strategies/test_fsdp_callbacks.py``.
+The other loaders, and other numbers of ranks, are in ``tests/variants``; stops by ``max_steps`` among the random
+programs; those by signals and breakpoints in ``test_fit.py`` and ``tests/variants/strategies/test_fsdp_callbacks.py``.
 """
 
 from __future__ import annotations
@@ -11,14 +11,9 @@ from pathlib import Path
 
 from tests.harness import run_ranks
 from tests.models.stopping.resumes import (
-    FROM_ONE,
-    TO_FEWER,
     around_epochs,
     batches_by_epoch,
-    check_numbers,
     ended_by_a_callback,
-    resume_all,
-    save_all,
     table,
 )
 
@@ -56,10 +51,3 @@ def test_a_limit_of_a_stream_without_a_length_holds_in_each_epoch() -> None:
 def test_a_fit_that_a_callback_has_ended_goes_on(tmp_path: Path) -> None:
     for first, resumed, whole in run_ranks(2, ended_by_a_callback, str(tmp_path), backend=None):
         assert len(whole) // 3 < len(first) < len(whole) and first + resumed == whole
-
-
-def test_another_number_of_ranks_is_exact_or_said(tmp_path: Path) -> None:
-    of_two = run_ranks(2, save_all, str(tmp_path), TO_FEWER, backend=None)
-    check_numbers(TO_FEWER, of_two, run_ranks(1, resume_all, str(tmp_path), TO_FEWER, backend=None))
-    of_one = run_ranks(1, save_all, str(tmp_path), FROM_ONE, backend=None)
-    check_numbers(FROM_ONE, of_one, run_ranks(2, resume_all, str(tmp_path), FROM_ONE, backend=None))

@@ -1,4 +1,4 @@
-"""DeepSpeed's ops compiled by one rank of a node; a build that fails is in tests/ranks/deepspeed/test_examples.py."""
+"""DeepSpeed's ops compiled by one rank of a node; a build that fails is in test_examples.py."""
 
 from __future__ import annotations
 
