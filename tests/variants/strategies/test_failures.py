@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ import pytest
 from tests.harness import Script, run_script, start_script
 from tests.models.distributed.mpi.launch import mpi_environ
 from tests.models.strategies.failures import LIMIT, SAVED, SCRIPT, check_kept, last_lines, run
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+from tests.programs.strategies.test_ways_of_starting import TORCHRUN
 
 
 def test_an_error_of_ours_on_all_ranks_is_its_message_alone(tmp_path: Path) -> None:
